@@ -1,0 +1,30 @@
+"""What every test starts from: fixed seeds, one thread, one profile of hypothesis."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+
+# The same examples in every run, and no deadline: two busy cores make any one of them slow.
+settings.register_profile("mixprec", derandomize=True, deadline=None, print_blob=True)
+settings.load_profile("mixprec")
+
+
+@pytest.fixture(autouse=True)
+def _fixed_start() -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """The CPU, and under the marker ``gpu`` a CUDA device; skips where there is none."""
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    return torch.device(request.param)
