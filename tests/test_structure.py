@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -157,3 +158,12 @@ def test_no_file_points_outside_the_project() -> None:
     files += [path for path in ROOT.iterdir() if path.is_file()]
     texts = {relative(path): path.read_bytes().decode(errors="ignore") for path in files}
     assert [name for name, text in texts.items() if any(mark in text for mark in outside)] == []
+
+
+def test_table_of_draws_in_the_documentation_is_true() -> None:
+    text = (ROOT / "docs" / "numerics.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|$", text, re.MULTILINE)
+    assert len(rows) == 10
+    for seed, step, stream, index, draw in (map(int, row) for row in rows):
+        noise = mixprec.Noise(seed=seed, step=step, stream=stream, column=index, columns=index + 1)
+        assert noise.draws((1, 1)).item() == draw
