@@ -1,1 +1,1 @@
-"""mixprec: mixed-precision training for PyTorch, native where the hardware has it, emulated elsewhere."""
+"""mixprec: mixed-precision training for PyTorch, native where possible, emulated elsewhere."""

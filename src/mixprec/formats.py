@@ -1,7 +1,7 @@
 """Number formats as data: one frozen record a format, everything else derived.
 
-The bottom layer: standard library only. A finite code with sign bit s, exponent field E and mantissa
-field T stands for
+The bottom layer: standard library only. A finite code with sign bit s, exponent field E and
+mantissa field T stands for
 
     (-1)^s * 2^(E - bias) * (1 + T / 2^mantissa)        E > 0   (normal)
     (-1)^s * 2^(1 - bias) * (T / 2^mantissa)            E = 0   (subnormal)
@@ -30,11 +30,11 @@ class FloatFormat:
     Args:
         exponent: Width of the exponent field in bits, 1 to 11.
         mantissa: Width of the mantissa field in bits, 0 to 52.
-        specials: What the top codes mean. ``ieee``: the top exponent holds inf and NaN. ``nan``: no
-            inf, only the topmost code of each sign is NaN. ``fnuz``: no inf, no -0, the code of -0 is
-            NaN and the bias is one larger. ``none``: every code is a finite number.
-        signed: False for scale formats (e8m0): no sign bit, no zero and no subnormals, so that code 0
-            is the smallest power of two.
+        specials: What the top codes mean. ``ieee``: the top exponent holds inf and NaN. ``nan``:
+            no inf, only the topmost code of each sign is NaN. ``fnuz``: no inf, no -0, the code of
+            -0 is NaN and the bias is one larger. ``none``: every code is a finite number.
+        signed: False for scale formats (e8m0): no sign bit, no zero and no subnormals, so that
+            code 0 is the smallest power of two.
         name: The name in ``FORMATS``; empty for a custom format.
 
     Raises:
@@ -62,8 +62,8 @@ class FloatFormat:
             )
         if self.specials == "ieee" and (self.exponent < 2 or self.mantissa < 1):
             raise ValueError(
-                f"specials: got 'ieee' with exponent={self.exponent}, mantissa={self.mantissa}; inf and "
-                "NaN need 2 exponent bits and 1 mantissa bit; use specials='none'"
+                f"specials: got 'ieee' with exponent={self.exponent}, mantissa={self.mantissa}; "
+                "inf and NaN need 2 exponent bits and 1 mantissa bit; use specials='none'"
             )
         if self.exponent == 11 and self.specials != "ieee":
             raise ValueError(
@@ -72,8 +72,8 @@ class FloatFormat:
             )
         if not self.signed and (self.mantissa != 0 or self.specials != "nan"):
             raise ValueError(
-                "signed: got False; only power-of-two scale formats (mantissa=0, specials='nan') are "
-                "unsigned; use signed=True"
+                "signed: got False; only power-of-two scale formats (mantissa=0, specials='nan') "
+                "are unsigned; use signed=True"
             )
 
     def __str__(self) -> str:

@@ -1,0 +1,327 @@
+"""Quantised operands: a specification, codes with their scales, and the way there and back.
+
+    values = round(x * encode)        x ~= values * scale
+
+The layer between scales (``scaling``) and products (``gemm``). An operand is [free, contraction]:
+rows are the product of the leading axes, the contraction axis is last.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from mixprec.codes import codes_of, decode, pack_nibbles, unpack_nibbles
+from mixprec.formats import FloatFormat, get_format
+from mixprec.noise import Noise
+from mixprec.rounding import Rounding, round_float
+from mixprec.scaling import (
+    SCALE_RULES,
+    AmaxComputeAlgo,
+    Block,
+    DelayedState,
+    block_amax,
+    delayed_amax,
+    encode_and_scale,
+    expand_blocks,
+)
+
+UNSCALED = "none"
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_NATIVE_CASTS = {
+    (4, 3, "nan"): torch.float8_e4m3fn,
+    (5, 2, "ieee"): torch.float8_e5m2,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantSpec:
+    """How one operand of a product is quantised.
+
+    Args:
+        format: Format of the values.
+        block: (free, contraction) elements that share a scale; -1 is the whole axis: tensor (-1,
+            -1), row (1, -1), MX (1, 32), tile (128, 128).
+        scale_rule: From amax to scale: ``real``, ``pow2``, or ``none`` (values are rounded as they
+            are, without a scale).
+        rounding: Rounding of x * encode to the format.
+        min_amax: Floor under amax before the scale is made.
+        amax_history_len: 0 for a scale from the data at hand; above 0 for delayed scaling, a scale
+            from the last so many amaxes.
+        amax_compute_algo: ``max`` of the history, or its ``most_recent`` entry.
+
+    Raises:
+        ValueError: A value out of range, or fields that do not go together.
+    """
+
+    format: FloatFormat
+    block: Block = (-1, -1)
+    scale_rule: str = "real"
+    rounding: Rounding = "nearest_even"
+    min_amax: float = 0.0
+    amax_history_len: int = 0
+    amax_compute_algo: AmaxComputeAlgo = "max"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.format, FloatFormat) or not self.format.signed:
+            raise ValueError(
+                f"format: got {self.format!r}; must be a signed FloatFormat; use FORMATS['e4m3']"
+            )
+        if len(self.block) != 2 or any(size != -1 and size < 1 for size in self.block):
+            raise ValueError(
+                f"block: got {self.block}; must be two sizes of at least 1, or -1 for the whole "
+                "axis; use (-1, -1) for one scale a tensor"
+            )
+        rules = (UNSCALED, *SCALE_RULES)
+        if self.scale_rule not in rules:
+            raise ValueError(
+                f"scale_rule: got {self.scale_rule!r}; must be one of {', '.join(rules)}"
+            )
+        if self.rounding not in get_args(Rounding):
+            raise ValueError(
+                f"rounding: got {self.rounding!r}; must be one of {', '.join(get_args(Rounding))}"
+            )
+        if not 0 <= self.min_amax < float("inf"):
+            raise ValueError(f"min_amax: got {self.min_amax}; must be finite and at least 0; use 0")
+        self._check_history()
+
+    def _check_history(self) -> None:
+        if self.amax_history_len < 0:
+            raise ValueError(
+                f"amax_history_len: got {self.amax_history_len}; must be at least 0; use 0 for a "
+                "scale from the data at hand"
+            )
+        if self.amax_compute_algo not in get_args(AmaxComputeAlgo):
+            raise ValueError(
+                f"amax_compute_algo: got {self.amax_compute_algo!r}; must be one of "
+                f"{', '.join(get_args(AmaxComputeAlgo))}"
+            )
+        if self.is_delayed and (self.block != (-1, -1) or self.scale_rule == UNSCALED):
+            raise ValueError(
+                f"amax_history_len: got {self.amax_history_len} with block {self.block} and "
+                f"scale_rule {self.scale_rule!r}; delayed scaling keeps one scale a tensor; use "
+                "block=(-1, -1) and a scale rule, or amax_history_len=0"
+            )
+        if self.scale_rule == UNSCALED and (self.block != (-1, -1) or self.min_amax):
+            raise ValueError(
+                f"scale_rule: got 'none' with block {self.block} and min_amax {self.min_amax}; "
+                "without a scale neither has a meaning; leave both at their defaults"
+            )
+
+    @property
+    def is_delayed(self) -> bool:
+        """Whether the scale comes from a history of amaxes."""
+        return self.amax_history_len > 0
+
+    @property
+    def is_stochastic(self) -> bool:
+        """Whether quantising draws noise."""
+        return self.rounding == "stochastic"
+
+    @property
+    def is_symmetric(self) -> bool:
+        """Whether quantising commutes with transposing: the same values serve both contractions."""
+        return self.block[0] == self.block[1] and not self.is_stochastic
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class QuantizedTensor:
+    """An operand in codes: x ~= values * scale.
+
+    Args:
+        codes: Bit patterns of x's shape (4-bit formats: two a byte along the last axis, the even
+            index in the low nibble, a last odd nibble padded with 0).
+        scale: float32 [free blocks, contraction blocks]; None without a scale.
+        amax: The data's own largest magnitudes, float32, of scale's shape; None when unknown.
+        spec: How it was quantised.
+        shape: Logical shape of x.
+    """
+
+    codes: Tensor
+    scale: Tensor | None
+    amax: Tensor | None
+    spec: QuantSpec
+    shape: torch.Size
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """(free, contraction) elements."""
+        return _matrix_shape(self.shape)
+
+    @property
+    def values(self) -> Tensor:
+        """The decoded values without their scales, float32 (float64 for wider formats)."""
+        fmt = self.spec.format
+        dtype = torch.float32 if fmt.exponent <= 8 and fmt.mantissa <= 23 else torch.float64
+        codes = self.codes
+        if _is_packed(fmt):
+            width = self.shape[-1] if self.shape else 1
+            codes = unpack_nibbles(codes, fmt)[..., :width].reshape(self.shape)
+        return decode(codes, fmt, dtype)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """values * scale, in float32, then rounded to dtype.
+
+        Returns:
+            Tensor of ``shape``. A block with a NaN scale is NaN throughout.
+        """
+        values = self.values
+        if self.scale is not None:
+            scale = expand_blocks(self.scale, self.spec.block, self.matrix_shape)
+            values = (values.reshape(self.matrix_shape) * scale).reshape(self.shape)
+        return values.to(dtype)
+
+    def t(self) -> QuantizedTensor:
+        """The same values transposed, as views; 2-D and not packed.
+
+        Raises:
+            ValueError: Another number of axes, or packed codes.
+        """
+        if len(self.shape) != 2 or _is_packed(self.spec.format):
+            raise ValueError(
+                f"shape: got {tuple(self.shape)} of {self.spec.format}; only 2-D codes of one "
+                "or more bytes transpose; quantise the transposed tensor"
+            )
+        return QuantizedTensor(
+            codes=self.codes.t(),
+            scale=None if self.scale is None else self.scale.t(),
+            amax=None if self.amax is None else self.amax.t(),
+            spec=replace(self.spec, block=self.spec.block[::-1]),
+            shape=torch.Size(self.shape[::-1]),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales."""
+        return self.codes.nbytes + (0 if self.scale is None else self.scale.nbytes)
+
+
+def _matrix_shape(shape: torch.Size) -> tuple[int, int]:
+    return (shape[:-1].numel(), shape[-1]) if shape else (1, 1)
+
+
+def _is_packed(fmt: FloatFormat) -> bool:
+    return fmt.bits == 4
+
+
+def as_spec(spec: QuantSpec | FloatFormat | str) -> QuantSpec:
+    """A spec by value, or one scale a tensor for a format by name or value."""
+    return spec if isinstance(spec, QuantSpec) else QuantSpec(format=get_format(spec))
+
+
+def quantize(
+    x: Tensor,
+    spec: QuantSpec | FloatFormat | str,
+    *,
+    noise: Noise | None = None,
+    state: DelayedState | None = None,
+) -> QuantizedTensor:
+    """x in codes and scales.
+
+    amax over each block, in x's own type; encode and scale by the rule; codes of round(x * encode)
+    in FP32 (a float64 x is rounded to float32 first). Finite values saturate.
+
+    Args:
+        x: [..., contraction], float16, bfloat16, float32 or float64, any strides.
+        spec: How; a format stands for one ``real`` scale a tensor.
+        noise: For stochastic rounding; rows and columns as the operand sees them.
+        state: For delayed scaling: the scale comes from its history (from x while that is empty).
+            It is not changed: pass the result's amax to ``scaling.record_amax``.
+
+    Returns:
+        Codes, scale, amax.
+
+    Raises:
+        TypeError: x is of another type.
+        ValueError: Stochastic rounding without noise, delayed scaling without state.
+
+    Edge cases: a block with a NaN or inf gets a NaN scale and so decodes to NaN throughout, other
+    blocks are untouched; with a delayed scale only the element itself is NaN (inf stays inf where
+    the format has it). A block of zeros gets scale 1. Empty tensors are allowed.
+
+    Exactness: codes equal the scalar definition bit for bit (tests/test_quantization.py).
+    """
+    spec = as_spec(spec)
+    if not isinstance(x, Tensor) or x.dtype not in _FLOATS:
+        got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(
+            f"x: got {got}; must be a float16, bfloat16, float32 or float64 tensor; convert it"
+        )
+    if spec.is_stochastic and noise is None:
+        raise ValueError(
+            "noise: got None; stochastic rounding needs it; pass noise=Noise(seed=..., step=...)"
+        )
+    if spec.is_delayed and state is None:
+        raise ValueError(
+            "state: got None; delayed scaling needs it; pass state=delayed_state(length), or a "
+            "spec with amax_history_len=0"
+        )
+    matrix = x.detach().reshape(_matrix_shape(x.shape))
+    if x.dtype == torch.float64 and spec.scale_rule != UNSCALED:
+        matrix = matrix.float()
+    if spec.scale_rule == UNSCALED:
+        codes, scale, amax = _codes(matrix, spec, noise), None, None
+    else:
+        codes, scale, amax = _quantize_matrix(matrix, spec, noise, state)
+    codes = codes.reshape(x.shape)
+    if _is_packed(spec.format):
+        codes = pack_nibbles(_pad_to_even(codes), spec.format)
+    return QuantizedTensor(codes=codes, scale=scale, amax=amax, spec=spec, shape=x.shape)
+
+
+def _quantize_matrix(
+    x: Tensor, spec: QuantSpec, noise: Noise | None, state: DelayedState | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    amax = block_amax(x, spec.block)
+    if spec.is_delayed:
+        assert state is not None
+        scaled_amax = delayed_amax(state, spec.amax_compute_algo, amax)
+    else:
+        scaled_amax = amax
+    encode, scale = encode_and_scale(scaled_amax, spec.scale_rule, spec.format.max, spec.min_amax)
+    # both are 2-D, so that a bfloat16 x is promoted: times a 0-d float32 it would stay bfloat16
+    scaled = x * expand_blocks(encode, spec.block, (x.shape[0], x.shape[1]))
+    if spec.is_delayed:
+        scaled = _saturate(scaled, amax * encode, spec.format)
+    return _codes(scaled, spec, noise), scale, amax.to(torch.float32)
+
+
+def can_look_at(x: Tensor) -> bool:
+    """Whether reading a value of x costs nothing: not while tracing, and not on an accelerator."""
+    return not torch.compiler.is_compiling() and x.device.type == "cpu"
+
+
+def _saturate(scaled: Tensor, largest: Tensor, fmt: FloatFormat) -> Tensor:
+    """Finite values clamped to the format's range; NaN and inf stay (inf: NaN if the format has
+    none).
+
+    A scale from the data itself never needs it: x * encode stays below the first value that
+    overflows.
+    """
+    if can_look_at(largest) and bool((largest <= fmt.max).all()):
+        return scaled
+    clamped = scaled.clamp(-fmt.max, fmt.max)
+    return torch.where(scaled.isfinite(), clamped, scaled if fmt.has_inf else torch.nan)
+
+
+def _codes(scaled: Tensor, spec: QuantSpec, noise: Noise | None) -> Tensor:
+    """Codes of values that lie in range or are not finite.
+
+    torch's cast is right there in every version, and the fastest; compiled code uses our own
+    arithmetic, since Inductor on some CPUs casts through float16 and rounds twice.
+    """
+    fmt = spec.format
+    native = _NATIVE_CASTS.get((fmt.exponent, fmt.mantissa, fmt.specials))
+    in_range = native is not None and spec.scale_rule != UNSCALED
+    if in_range and spec.rounding == "nearest_even" and not torch.compiler.is_compiling():
+        return scaled.to(native).view(torch.uint8)
+    return codes_of(round_float(scaled, fmt, spec.rounding, noise), fmt)
+
+
+def _pad_to_even(codes: Tensor) -> Tensor:
+    if codes.ndim == 0:
+        codes = codes.reshape(1)
+    return torch.nn.functional.pad(codes, (0, 1)) if codes.shape[-1] % 2 else codes
