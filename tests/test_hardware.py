@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mixprec.formats import FORMATS
+from mixprec.formats import FORMATS, FloatFormat
 from mixprec.hardware import (
     ACCELERATORS,
     GENERATIONS,
@@ -104,6 +104,15 @@ def test_generation_of_a_capability(
     assert row.name == name
     assert has in row.formats
     assert lacks not in row.formats
+
+
+def test_generation_multiplies_a_format_whatever_its_name() -> None:
+    custom = FloatFormat(exponent=4, mantissa=3, specials="nan")
+    assert generation((9, 0)).multiplies(custom)
+    assert generation((9, 0)).multiplies(FORMATS["e4m3"])
+    assert not generation((9, 0)).multiplies(FloatFormat(exponent=4, mantissa=3))
+    assert not generation((9, 0)).multiplies(FORMATS["e2m1"])
+    assert generation((10, 0)).multiplies(FORMATS["e2m1"])
 
 
 def test_generation_names_are_unique_and_formats_known() -> None:

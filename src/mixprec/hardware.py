@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
+
+from mixprec.formats import FORMATS, FloatFormat
 
 GB = 10**9
 RATE_TYPES = (
@@ -44,6 +46,10 @@ class Generation:
     name: str
     capability: tuple[int, int]
     formats: frozenset[str]
+
+    def multiplies(self, fmt: FloatFormat) -> bool:
+        """Whether the matrix units take a format, whatever it is called."""
+        return any(replace(fmt, name=name) == FORMATS[name] for name in self.formats)
 
 
 _PLAIN = frozenset({"fp32", "fp64"})
