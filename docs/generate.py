@@ -1,4 +1,4 @@
-"""Writes the tables of README.md and docs/numerics.md from the code that they describe.
+"""Writes the tables of README.md and docs/ from the code that they describe.
 
 A region between ``<!-- generated: NAME -->`` and ``<!-- end: NAME -->`` is replaced by what the
 function of that name in ``TABLES`` returns. ``--check`` writes nothing and exits with 1 when a
@@ -20,7 +20,7 @@ from mixprec.quantization import QuantSpec
 from mixprec.recipes import RECIPES
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "docs" / "numerics.md"]
+PAGES = [ROOT / "README.md", ROOT / "docs" / "design.md", ROOT / "docs" / "numerics.md"]
 PACKAGE = ROOT / "src" / "mixprec"
 REGION = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)
 
@@ -30,7 +30,7 @@ def number(value: float) -> str:
     mantissa, exponent = math.frexp(value)
     if mantissa == 0.5 and not 1 <= value <= 64:
         return f"2^{exponent - 1}"
-    return f"{value:g}" if value < 1e6 else f"{value:.4g}".replace("e+", "e")
+    return f"{value:g}" if value < 1e6 else f"{value:.3e}".replace("e+", "e")
 
 
 def specials(fmt: FloatFormat) -> str:
@@ -100,10 +100,29 @@ def modules_table() -> list[str]:
     return [*lines, "```"]
 
 
+def packages_table() -> list[str]:
+    """The modules directly in the package, and of each folder the names of what is in it."""
+    rows: list[tuple[str, str, list[str]]] = [
+        (path.name, summary(path), [])
+        for path in PACKAGE.glob("*.py")
+        if path.name != "__init__.py"
+    ]
+    for folder in (path.parent for path in PACKAGE.glob("*/__init__.py")):
+        files = [path.relative_to(folder).with_suffix("") for path in folder.rglob("[!_]*.py")]
+        rows.append((f"{folder.name}/", summary(folder / "__init__.py"), sorted(map(str, files))))
+    lines = []
+    for name, text, inside in sorted(rows):
+        lines.append(f"{name:<16} {text}")
+        if inside:
+            lines.append(f"{'':<16}   {', '.join(inside)}")
+    return ["```", *lines, "```"]
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     "formats": formats_table,
     "recipes": recipes_table,
     "modules": modules_table,
+    "packages": packages_table,
 }
 
 

@@ -17,6 +17,7 @@ LAYERS = [
     "measure",
     "noise",
     "rounding",
+    "codes",
     "scaling",
     "quantization",
     "gemm",
