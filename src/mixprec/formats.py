@@ -14,7 +14,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Literal, TypeVar, get_args
@@ -35,7 +35,8 @@ class FloatFormat:
             -0 is NaN and the bias is one larger. ``none``: every code is a finite number.
         signed: False for scale formats (e8m0): no sign bit, no zero and no subnormals, so that
             code 0 is the smallest power of two.
-        name: The name in ``FORMATS``; empty for a custom format.
+        name: The name in ``FORMATS``; empty for a custom format. Formats with the same fields are
+            equal, whatever their names.
 
     Raises:
         ValueError: A width out of range, or specials that leave no finite number.
@@ -45,7 +46,7 @@ class FloatFormat:
     mantissa: int
     specials: Specials = "none"
     signed: bool = True
-    name: str = ""
+    name: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         if not 1 <= self.exponent <= 11:

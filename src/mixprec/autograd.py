@@ -1,0 +1,245 @@
+"""A linear layer with gradients: three products, each by its part of the recipe.
+
+    output      = gemm(x[M, K],   w[N, K])
+    grad_input  = gemm(g[M, N],   w.T[K, N])
+    grad_weight = gemm(g.T[N, M], x.T[K, M])
+
+The only file with an ``autograd.Function``. Kept for backward: codes and scales of the operands
+that backward multiplies; high-precision copies only for high-precision products; of a weight that
+has to be quantised along its other axis, the parameter itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mixprec.gemm.api import Operand, check_impl, multiply
+from mixprec.noise import Noise
+from mixprec.quantization import QuantizedTensor, QuantSpec, quantize
+from mixprec.recipes import Recipe, get_recipe
+from mixprec.scaling import DelayedState, record_amax
+
+# position of each operand in Recipe.specs, and the offset of its noise stream
+X_OUTPUT, W_OUTPUT, G_GRAD_INPUT, W_GRAD_INPUT, G_GRAD_WEIGHT, X_GRAD_WEIGHT = range(6)
+_FIRST_USE = {W_GRAD_INPUT: W_OUTPUT, G_GRAD_WEIGHT: G_GRAD_INPUT, X_GRAD_WEIGHT: X_OUTPUT}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearState:
+    """Numerics state of one layer: read in forward and backward, updated in place.
+
+    Args:
+        delayed: A state for each operand with delayed scaling, by its position; else None.
+        records_forward: Whether forward records amaxes (not in evaluation or recomputation).
+        records_backward: Whether backward records amaxes and counts the noise step.
+    """
+
+    delayed: tuple[DelayedState | None, ...] = (None,) * 6
+    records_forward: bool = False
+    records_backward: bool = False
+
+
+def shares_values(recipe: Recipe, position: int) -> bool:
+    """Whether an operand of a later product is the transpose of its first use, value for value."""
+    spec = recipe.specs[position]
+    first = _FIRST_USE.get(position)
+    return (
+        spec is not None and first is not None and spec.is_symmetric and spec == recipe.specs[first]
+    )
+
+
+def delayed_positions(recipe: Recipe) -> tuple[int, ...]:
+    """The operands that keep a history of their own."""
+    return tuple(
+        position
+        for position, spec in enumerate(recipe.specs)
+        if spec is not None and spec.is_delayed and not shares_values(recipe, position)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """Everything about a call that is no tensor to save."""
+
+    recipe: Recipe
+    impl: str
+    noise: Noise | None
+    state: LinearState
+    dtype: torch.dtype
+
+    def quantize(self, x: Tensor, position: int, records: bool) -> Operand:
+        """The operand at a position, its amax recorded."""
+        spec = self.recipe.specs[position]
+        if spec is None:
+            return x.to(self.dtype)
+        noise = self.noise and replace(self.noise, stream=self.noise.stream + position)
+        delayed = self.state.delayed[position]
+        quantized = quantize(x, spec, noise=noise, state=delayed)
+        if records and delayed is not None and quantized.amax is not None:
+            for old, new in zip(delayed, record_amax(delayed, quantized.amax), strict=True):
+                if new is not old:
+                    old.copy_(new)
+        return quantized
+
+    def transposed(self, x: Tensor, first: Operand, position: int, records: bool) -> Operand:
+        """The operand of a later product: the first one's values, or x.T quantised anew."""
+        if shares_values(self.recipe, position) and isinstance(first, QuantizedTensor):
+            return first.t()
+        return self.quantize(x.t(), position, records)
+
+    def multiply(self, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        return multiply(a, b, bias=bias, out_dtype=dtype, impl=self.impl)
+
+
+def _tensors(operand: Operand | None) -> tuple[Tensor | None, ...]:
+    if isinstance(operand, QuantizedTensor):
+        return operand.codes, operand.scale, operand.amax
+    return operand, None, None
+
+
+def _operand(
+    tensors: tuple[Tensor | None, ...], spec: QuantSpec | None, shape: tuple[int, int]
+) -> Operand:
+    codes, scale, amax = tensors
+    assert codes is not None
+    if spec is None:
+        return codes
+    return QuantizedTensor(codes=codes, scale=scale, amax=amax, spec=spec, shape=torch.Size(shape))
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, plan: _Plan) -> Tensor:
+        records = plan.state.records_forward
+        x = plan.quantize(x_MK, X_OUTPUT, records)
+        w = plan.quantize(w_NK, W_OUTPUT, records)
+        needs_x, needs_w, _, _ = ctx.needs_input_grad
+        kept_x = plan.transposed(x_MK, x, X_GRAD_WEIGHT, records) if needs_w else None
+        kept_w: Operand | None = None
+        if needs_x:
+            kept_w = w.t() if shares_values(plan.recipe, W_GRAD_INPUT) else w_NK
+        ctx.save_for_backward(*_tensors(kept_x), *_tensors(kept_w))
+        ctx.plan = plan
+        ctx.weight_dtype = w_NK.dtype
+        ctx.bias_dtype = bias_N.dtype if bias_N is not None else None
+        ctx.sizes = (*x_MK.shape, w_NK.shape[0])
+        return plan.multiply(x, w, bias_N, plan.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, g_MN: Tensor) -> tuple[Tensor | None, ...]:
+        plan: _Plan = ctx.plan
+        records = plan.state.records_backward
+        needs_x, needs_w, needs_bias, _ = ctx.needs_input_grad
+        (rows, inner, columns), saved = ctx.sizes, ctx.saved_tensors
+        specs = plan.recipe.specs
+        grad_x = grad_w = grad_bias = None
+        g: Operand = g_MN
+        if needs_x or shares_values(plan.recipe, G_GRAD_WEIGHT):
+            g = plan.quantize(g_MN, G_GRAD_INPUT, records)
+        if needs_x:
+            w: Operand
+            if shares_values(plan.recipe, W_GRAD_INPUT):
+                w = _operand(saved[3:], specs[W_GRAD_INPUT], (inner, columns))
+            else:
+                w = plan.quantize(saved[3].t(), W_GRAD_INPUT, records)
+            grad_x = plan.multiply(g, w, None, plan.dtype)
+        if needs_w:
+            x = _operand(saved[:3], specs[X_GRAD_WEIGHT], (inner, rows))
+            g_T = plan.transposed(g_MN, g, G_GRAD_WEIGHT, records)
+            grad_w = plan.multiply(g_T, x, None, ctx.weight_dtype)
+        if needs_bias:
+            grad_bias = g_MN.sum(0, dtype=_sum_dtype(g_MN)).to(ctx.bias_dtype)
+        if records and plan.noise is not None and isinstance(plan.noise.step, Tensor):
+            plan.noise.step.add_(1)
+        return grad_x, grad_w, grad_bias, None
+
+
+def _sum_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> None:
+    for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
+        if tensor is not None and not tensor.is_floating_point():
+            raise TypeError(
+                f"{name}: got {tensor.dtype}; must be a floating-point tensor; convert it"
+            )
+    if weight.ndim != 2 or x.ndim < 1 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"x: got shape {tuple(x.shape)} with weight {tuple(weight.shape)}; x is [..., K] and "
+            "weight is [N, K]; reshape or transpose one"
+        )
+    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
+        raise ValueError(
+            f"bias: got shape {tuple(bias.shape)}; must be ({weight.shape[0]},); reshape it"
+        )
+
+
+def _check_state(recipe: Recipe, noise: Noise | None, state: LinearState) -> None:
+    if noise is None and any(spec is not None and spec.is_stochastic for spec in recipe.specs):
+        raise ValueError(
+            f"noise: got None; recipe {recipe} rounds stochastically; pass "
+            "noise=Noise(seed=..., step=...)"
+        )
+    if any(state.delayed[position] is None for position in delayed_positions(recipe)):
+        raise ValueError(
+            f"state: got None; recipe {recipe} has delayed scaling, whose histories live in a "
+            "converted layer; use mixprec.convert, or a recipe without a history"
+        )
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    recipe: str | Recipe,
+    noise: Noise | None = None,
+    impl: str = "auto",
+    state: LinearState | None = None,
+) -> Tensor:
+    """x @ weight.T + bias by a recipe, with gradients.
+
+    The three products of the module docstring, each operand quantised by ``recipe.specs``.
+
+    Args:
+        x: [..., K], float16, bfloat16, float32 or float64; inside ``torch.autocast`` it is cast to
+            the active type first (float64 is not).
+        weight: [N, K], of any of these types; quantised from its own values.
+        bias: [N]; added in FP32 before the output is rounded.
+        recipe: Name or value.
+        noise: For stochastic rounding; the operand at position p draws from stream
+            noise.stream + p.
+        impl: ``auto``, ``emulated``, ``scaled_mm`` or ``bf16_mm``.
+        state: Histories of delayed scaling; converted layers pass theirs.
+
+    Returns:
+        [..., N] in x's type (or autocast's). grad_input has that type too; the gradients of weight
+        and bias have theirs.
+
+    Raises:
+        TypeError: A tensor that is not floating-point.
+        ValueError: Shapes that do not match; delayed scaling without state; stochastic rounding
+            without noise; an impl that cannot run.
+
+    Edge cases: zero rows, any strides, expanded tensors; no product is computed for a gradient that
+    nobody needs. Not twice differentiable: a second backward pass through the gradient is an error.
+
+    Exactness: quantised operands bit for bit in every impl; sums within (K + 3) * 2^-24 * scale *
+    sum|a||b| plus half an ulp of the output type.
+    """
+    recipe = get_recipe(recipe)
+    state = state or LinearState()
+    _check(x, weight, bias, recipe)
+    _check_state(recipe, noise, state)
+    device_type = x.device.type
+    if torch.is_autocast_enabled(device_type) and x.dtype != torch.float64:
+        x = x.to(torch.get_autocast_dtype(device_type))
+    plan = _Plan(recipe=recipe, impl=check_impl(impl), noise=noise, state=state, dtype=x.dtype)
+    out = _Linear.apply(x.reshape(-1, x.shape[-1]), weight, bias, plan)
+    return out.reshape(*x.shape[:-1], weight.shape[0])

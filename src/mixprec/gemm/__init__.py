@@ -1,0 +1,5 @@
+"""Products of quantised operands: one definition, several implementations."""
+
+from mixprec.gemm.api import IMPLS, GemmSpec, quantized_matmul, resolve
+
+__all__ = ["IMPLS", "GemmSpec", "quantized_matmul", "resolve"]

@@ -1,0 +1,208 @@
+"""The product of two operands, each quantised or not, and the choice of what runs it.
+
+    out[..., M, N] = (sum over k of a_values[m, k] * b_values[n, k]) * scale_a * scale_b + bias[n]
+
+The contraction axis is last for both operands, always.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from mixprec.formats import FloatFormat
+from mixprec.gemm.impl import bf16_mm, emulated, scaled_mm
+from mixprec.noise import Noise
+from mixprec.quantization import QuantizedTensor, QuantSpec, quantize
+
+Operand = Tensor | QuantizedTensor
+
+_MODULES: dict[str, ModuleType] = {
+    "scaled_mm": scaled_mm,
+    "bf16_mm": bf16_mm,
+    "emulated": emulated,
+}
+IMPLS = tuple(_MODULES)
+"""The implementations, in the order in which ``auto`` asks them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GemmSpec:
+    """The two operands of one product; None is high precision.
+
+    Args:
+        a: How a[M, K] is quantised.
+        b: How b[N, K] is quantised.
+    """
+
+    a: QuantSpec | None = None
+    b: QuantSpec | None = None
+
+    def __post_init__(self) -> None:
+        for name, spec in (("a", self.a), ("b", self.b)):
+            if spec is not None and not isinstance(spec, QuantSpec):
+                raise TypeError(
+                    f"{name}: got {type(spec).__name__}; must be a QuantSpec or None; pass "
+                    "QuantSpec(format=...)"
+                )
+
+
+def check_impl(impl: str) -> str:
+    """The name itself, if it is ``auto`` or one of ``IMPLS``."""
+    if impl != "auto" and impl not in _MODULES:
+        raise ValueError(f"impl: got {impl!r}; must be one of auto, {', '.join(IMPLS)}")
+    return impl
+
+
+def _choose(a: Operand, b: Operand, out_dtype: torch.dtype, impl: str) -> tuple[str, list[str]]:
+    """The implementation, and why those before it in ``IMPLS`` were passed by."""
+    if impl != "auto":
+        reason = _MODULES[impl].why_not(a, b, out_dtype)
+        if reason is not None:
+            raise ValueError(f"impl: got {impl!r}; {reason}; use impl='auto' or 'emulated'")
+        return impl, ["asked for"]
+    refusals = []
+    for name, module in _MODULES.items():
+        reason = module.why_not(a, b, out_dtype) or module.why_slow(a, b)
+        if reason is None:
+            return name, refusals
+        refusals.append(reason)
+    raise AssertionError("the emulation takes every operand")
+
+
+def resolve(a: Operand, b: Operand, out_dtype: torch.dtype, impl: str = "auto") -> tuple[str, str]:
+    """Which implementation runs a product, and why.
+
+    Args:
+        a, b: The operands as they will be multiplied.
+        out_dtype: Type of the result.
+        impl: ``auto``, or a name that is taken or refused, never replaced.
+
+    Returns:
+        Name and reason. ``auto`` takes the first that can run and is not known to be slower here.
+
+    Raises:
+        ValueError: An unknown name, or an explicit choice that cannot run; the message says why.
+    """
+    name, reasons = _choose(a, b, out_dtype, check_impl(impl))
+    return name, "; ".join(reasons) or "native"
+
+
+def multiply(
+    a: Operand, b: Operand, *, bias: Tensor | None, out_dtype: torch.dtype, impl: str
+) -> Tensor:
+    """The product of 2-D operands that are quantised already."""
+    name, _ = _choose(a, b, out_dtype, impl)
+    return _MODULES[name].matmul(a, b, bias=bias, out_dtype=out_dtype)
+
+
+def _as_operand(
+    x: Operand, spec: QuantSpec | None, noise: Noise | None, stream: int, name: str
+) -> Operand:
+    if isinstance(x, QuantizedTensor):
+        if x.spec != spec:
+            raise ValueError(
+                f"{name}: got an operand quantised by {x.spec}; the product asks for {spec}; "
+                "quantise it by that spec"
+            )
+        return x
+    if spec is None:
+        return x.detach()
+    if spec.is_delayed:
+        raise ValueError(
+            f"{name}: got a tensor for delayed scaling; its state is needed to quantise it; pass "
+            "quantize(x, spec, state=...)"
+        )
+    if noise is not None:
+        noise = replace(noise, stream=noise.stream + stream)
+    return quantize(x, spec, noise=noise)
+
+
+def _flatten(x: Operand) -> Operand:
+    """The operand as a matrix, rows being the product of its leading axes."""
+    if isinstance(x, QuantizedTensor):
+        matrix = torch.Size(x.matrix_shape)
+        return replace(x, codes=x.codes.reshape(matrix[0], -1), shape=matrix)
+    return x.reshape(-1, x.shape[-1]) if x.ndim != 2 else x
+
+
+def _check(a: Operand, b: Operand, bias: Tensor | None) -> None:
+    if len(a.shape) < 1 or len(b.shape) != 2:
+        raise ValueError(
+            f"b: got shapes {tuple(a.shape)} and {tuple(b.shape)}; a is [..., K] and b is [N, K]; "
+            "reshape them"
+        )
+    if a.shape[-1] != b.shape[-1]:
+        raise ValueError(
+            f"b: got {b.shape[-1]} elements along the contraction; a has {a.shape[-1]}; both have "
+            "it last, transpose one"
+        )
+    if bias is not None and tuple(bias.shape) != (b.shape[0],):
+        raise ValueError(
+            f"bias: got shape {tuple(bias.shape)}; must be ({b.shape[0]},), one value a row of b; "
+            "reshape it"
+        )
+
+
+def quantized_matmul(
+    a: Operand,
+    b: Operand,
+    gemm_spec: GemmSpec,
+    *,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    out_spec: QuantSpec | FloatFormat | str | None = None,
+    return_amax: bool = False,
+    noise: Noise | None = None,
+    impl: str = "auto",
+) -> Operand | tuple[Operand, Tensor]:
+    """The product of two operands, quantised as the spec says; without gradients.
+
+    out = (sum_k a_values * b_values) * scale_a * scale_b + bias, accumulated in FP32
+
+    Args:
+        a: [..., K]; a tensor, or quantised already by ``gemm_spec.a``.
+        b: [N, K]; a tensor, or quantised already by ``gemm_spec.b``.
+        gemm_spec: The two quantisations; None multiplies the operand as it is.
+        bias: [N], added in FP32 before the result is rounded.
+        out_dtype: Type of the result; by default a's, or float32 for a quantised a.
+        out_spec: Quantise the FP32 result by this spec, with its own scale.
+        return_amax: Also return max |out| of the FP32 result, before out_dtype or out_spec rounds.
+        noise: For stochastic rounding; a draws from its stream, b from the next one, the result
+            from the one after.
+        impl: ``auto``, ``emulated``, ``scaled_mm`` or ``bf16_mm``; an explicit choice never falls
+            back.
+
+    Returns:
+        [..., N] in out_dtype, or a QuantizedTensor; with return_amax a pair with a 0-d float32.
+
+    Raises:
+        ValueError: Shapes that do not match, an operand quantised by another spec, delayed scaling
+            without state, stochastic rounding without noise, an impl that cannot run.
+
+    Edge cases: K = 0 gives zeros plus bias; empty results keep their shape (amax 0). A block with
+    NaN or inf makes exactly the outputs that use it NaN.
+
+    Exactness: quantised operands are equal bit for bit in every impl; the sums are within
+    (K + 3) * 2^-24 * scale * sum|a||b| plus half an ulp of the output type.
+    """
+    _check(a, b, bias)
+    a = _as_operand(a, gemm_spec.a, noise, 0, "a")
+    b = _as_operand(b, gemm_spec.b, noise, 1, "b")
+    if out_dtype is None:
+        out_dtype = a.dtype if isinstance(a, Tensor) else torch.float32
+    result_dtype = torch.float32 if out_spec is not None or return_amax else out_dtype
+    matrix = multiply(
+        _flatten(a), _flatten(b), bias=bias, out_dtype=result_dtype, impl=check_impl(impl)
+    )
+    out = matrix.reshape(*a.shape[:-1], b.shape[0])
+    amax = out.abs().amax() if return_amax and out.numel() else out.new_zeros(())
+    if out_spec is not None:
+        result_noise = noise and replace(noise, stream=noise.stream + 2)
+        result: Operand = quantize(out, out_spec, noise=result_noise)
+    else:
+        result = out.to(out_dtype)
+    return (result, amax) if return_amax else result

@@ -1,0 +1,134 @@
+"""The product in FP32 arithmetic on decoded values: any device, any shape, any format.
+
+    out = ((a_values @ b_values.T) * scale_a) * scale_b + bias
+
+Decoded values of up to 11 mantissa bits multiply exactly in FP32, so only the sums round: at most
+(K + 3) * 2^-24 * scale * sum|a||b| from the exact result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from mixprec.codes import decode_unscaled
+from mixprec.quantization import QuantizedTensor, can_look_at
+from mixprec.scaling import POWER_OF_TWO_RULES, expand_blocks
+
+Operand = Tensor | QuantizedTensor
+
+
+def why_not(a: Operand, b: Operand, out_dtype: torch.dtype) -> str | None:
+    """None: the emulation takes every operand."""
+    return None
+
+
+def why_slow(a: Operand, b: Operand) -> str | None:
+    """None: it is what ``auto`` falls back to."""
+    return None
+
+
+def matmul(a: Operand, b: Operand, *, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """a[M, K] times b[N, K] over the contraction, in out_dtype [M, N]."""
+    a_values, a_scale = _split(a)
+    b_values, b_scale = _split(b)
+    if a_values.dtype != b_values.dtype:
+        a_values, b_values = a_values.double(), b_values.double()
+    with _exact_float32(a_values.device.type):
+        if _num_slabs(a_scale) > 1 or _num_slabs(b_scale) > 1:
+            out = _matmul_by_slabs(a, a_values, a_scale, b, b_values, b_scale)
+        else:
+            out = a_values @ b_values.t()
+            if a_scale is not None:
+                out.mul_(a_scale)
+            if b_scale is not None:
+                out.mul_(b_scale.t())
+    if bias is not None:
+        out.add_(bias)
+    return out.to(out_dtype)
+
+
+def _num_slabs(scale: Tensor | None) -> int:
+    return 1 if scale is None else scale.shape[1]
+
+
+def _split(x: Operand) -> tuple[Tensor, Tensor | None]:
+    """Values to multiply, and the scale that is applied after the sum: [rows or 1, slabs]."""
+    if isinstance(x, Tensor):
+        return x if x.dtype == torch.float64 else x.float(), None
+    if x.scale is None:
+        return x.values.reshape(x.matrix_shape), None
+    if _has_no_nan_codes(x):
+        values, factor = decode_unscaled(x.codes, x.spec.format)
+    else:
+        values, factor = x.values, 1.0
+    values = values.reshape(x.matrix_shape)
+    scale = expand_blocks(x.scale, (x.spec.block[0], -1), x.matrix_shape)
+    if factor != 1.0:
+        scale = scale * factor
+    if scale.shape[1] > 1 and x.spec.scale_rule in POWER_OF_TWO_RULES:
+        # scaling by powers of two is exact, so it may come before the sum: one product in all
+        return values * expand_blocks(scale, x.spec.block, x.matrix_shape), None
+    return values, scale
+
+
+def _has_no_nan_codes(x: QuantizedTensor) -> bool:
+    """Whether every NaN stands under a NaN scale, so that decoding need not look for NaN codes."""
+    if x.codes.dtype != torch.uint8 or x.amax is None or x.spec.format.bits != 8:
+        return False
+    if not x.spec.is_delayed:
+        return True
+    return can_look_at(x.amax) and bool(x.amax.isfinite().all())
+
+
+def _matmul_by_slabs(
+    a: Operand,
+    a_values: Tensor,
+    a_scale: Tensor | None,
+    b: Operand,
+    b_values: Tensor,
+    b_scale: Tensor | None,
+) -> Tensor:
+    """Each slab between two changes of a scale along the contraction: sum, scale, add."""
+    length = a_values.shape[1]
+    widths = [
+        x.spec.block[1]
+        for x, scale in ((a, a_scale), (b, b_scale))
+        if isinstance(x, QuantizedTensor) and _num_slabs(scale) > 1
+    ]
+    starts = sorted({start for width in widths for start in range(0, length, width)})
+    out = a_values.new_zeros(a_values.shape[0], b_values.shape[0])
+    for start, end in zip(starts, [*starts[1:], length], strict=True):
+        slab = a_values[:, start:end] @ b_values[:, start:end].t()
+        for x, scale, is_a in ((a, a_scale, True), (b, b_scale, False)):
+            if scale is not None:
+                assert isinstance(x, QuantizedTensor)
+                index = start // x.spec.block[1] if scale.shape[1] > 1 else 0
+                column = scale[:, index : index + 1]
+                slab.mul_(column if is_a else column.t())
+        out.add_(slab)
+    return out
+
+
+def _exact_float32(device_type: str) -> contextlib.AbstractContextManager[None]:
+    """Autocast off, and FP32 products in full precision whatever the global setting says."""
+    is_autocast = torch.is_autocast_enabled(device_type)
+    autocast_off = torch.autocast(device_type, enabled=False) if is_autocast else None
+    # Dynamo cannot trace the global setting; Inductor applies it when it compiles
+    if torch.compiler.is_compiling() or torch.get_float32_matmul_precision() == "highest":
+        return autocast_off or contextlib.nullcontext()
+    return _highest_precision(autocast_off or contextlib.nullcontext())
+
+
+@contextlib.contextmanager
+def _highest_precision(inner: contextlib.AbstractContextManager[None]) -> Iterator[None]:
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with inner:
+            yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
