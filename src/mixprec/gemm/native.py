@@ -1,0 +1,69 @@
+"""What the implementations on matrix units share: what a device is, and scales after the sums.
+
+    result = round((sum * scale_a) * scale_b + bias)        all but the rounding in float32
+
+A scale can follow the finished sum where it does not change along the contraction: one scale a
+tensor, or one a row of the operand.
+
+Legend: M rows of a, N rows of b, K contraction.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mixprec.quantization import QuantizedTensor
+
+Operand = Tensor | QuantizedTensor
+
+_OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def stored(operand: Operand) -> Tensor:
+    """What an operand is in memory."""
+    return operand.codes if isinstance(operand, QuantizedTensor) else operand
+
+
+def device_facts(x: Tensor) -> tuple[str, tuple[int, int] | None]:
+    """Device type ("rocm" for AMD's GPUs) and, for "cuda", the compute capability."""
+    if x.device.type != "cuda":
+        return x.device.type, None
+    if torch.version.hip is not None:
+        return "rocm", None
+    # not get_device_capability: Dynamo folds only this one into a constant
+    properties = torch.cuda.get_device_properties(x.device)
+    return "cuda", (properties.major, properties.minor)
+
+
+def why_not_out_dtype(out_dtype: torch.dtype) -> str | None:
+    """Why a float32 sum cannot be returned in a type, or None."""
+    if out_dtype in _OUT_DTYPES:
+        return None
+    return f"out_dtype: got {out_dtype}; the sums are float32; use float32, bfloat16 or float16"
+
+
+def why_not_scales(name: str, q: QuantizedTensor) -> str | None:
+    """Why the scales of an operand cannot follow the finished sums, or None."""
+    if q.scale is None or tuple(q.scale.shape) in ((1, 1), (q.codes.shape[0], 1)):
+        return None
+    return (
+        f"{name}: got blocks of {q.spec.block}; scales that follow the sum are one a tensor or one "
+        "a row"
+    )
+
+
+def apply_scales(sums_MN: Tensor, a: Operand, b: Operand) -> Tensor:
+    """(sums * scale_a) * scale_b, in the place of the sums."""
+    if isinstance(a, QuantizedTensor) and a.scale is not None:
+        sums_MN = sums_MN.mul_(a.scale)
+    if isinstance(b, QuantizedTensor) and b.scale is not None:
+        sums_MN = sums_MN.mul_(b.scale.t())
+    return sums_MN
+
+
+def add_bias_and_round(sums_MN: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """round(sums + bias), the addition in float32 and in the place of the sums."""
+    if bias is not None:
+        sums_MN = sums_MN.add_(bias.float())
+    return sums_MN.to(out_dtype)
