@@ -14,6 +14,9 @@ import pytest
 from mixprec.pages.comparison import render
 
 RESULT: dict[str, Any] = {
+    "model": "mnist_cnn",
+    "data": "mnist",
+    "timing_note": "emulated: timing is not hardware speed",
     "runs": [
         {
             "recipe": "fp32",
@@ -24,6 +27,8 @@ RESULT: dict[str, Any] = {
             "saved_bytes": 1234567,
             "param_bytes": 4800000,
             "impl": "native",
+            "failure": None,
+            "spread": {"loss": None},
             "curve": {"step": [1, 2, 3], "loss": [2.3, 1.1, 0.5]},
         },
         {
@@ -35,10 +40,10 @@ RESULT: dict[str, Any] = {
             "saved_bytes": 345678,
             "param_bytes": 4800000,
             "impl": "emulated",
-            "sqnr_db": {"output.a": 28.61, "grad_input.a": 24.8},
+            "sqnr": {"output.a": 28.61, "grad_input.a": 24.8},
             "curve": {"step": [1, 2, 3], "loss": [2.3, 1.2, None]},
         },
-    ]
+    ],
 }
 
 
@@ -87,10 +92,10 @@ def test_table_holds_every_entry(text: str) -> None:
         "saved for backward (bytes)": "1,234,567",
         "parameters (bytes)": "4,800,000",
         "implementation": "native",
-        "sqnr db output.a": "",
-        "sqnr db grad_input.a": "",
+        "SQNR (dB) output.a": "",
+        "SQNR (dB) grad_input.a": "",
     }
-    assert second["sqnr db grad_input.a"] == "24.8"
+    assert second["SQNR (dB) grad_input.a"] == "24.8"
     assert second["evaluation loss"] == ""
 
 
@@ -99,6 +104,8 @@ def test_page_loads_nothing_and_is_whole(text: str) -> None:
     assert page.addresses == []
     assert page.open == []
     assert text.startswith("<!DOCTYPE html>")
+    assert "<h1>mnist_cnn on mnist</h1>" in text
+    assert "<p>emulated: timing is not hardware speed</p>" in text
     assert not re.search(r"@import|url\(\s*['\"]?https?:", text.split("<script")[0])
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -12,8 +13,6 @@ from mixprec.cli.output import console, print_json, print_table
 from mixprec.formats import FORMAT_ALIASES, FORMATS, FloatFormat, finfo
 
 LIMITS = ("max", "min", "smallest_normal", "eps")
-_TABLE_WIDTH = 80
-_GAP = 3
 
 
 def formats(
@@ -73,9 +72,7 @@ def _show_limits(as_json: bool) -> None:
         for name in FORMATS
     }
     if as_json:
-        rows: list[dict[str, Any]] = [
-            dataclasses.asdict(finfo(name)) | {"aliases": aliases[name]} for name in FORMATS
-        ]
+        rows = [dataclasses.asdict(finfo(name)) | {"aliases": aliases[name]} for name in FORMATS]
         print_json({"formats": rows})
         return
     headings = ("bits", *(limit.replace("_", " ") for limit in LIMITS))
@@ -92,35 +89,25 @@ def _show_limits(as_json: bool) -> None:
 
 
 def _show_cast(values: Sequence[float], as_json: bool) -> None:
-    """One row a format, one column a number; as many tables as the width needs."""
+    """One row a format, one column a number."""
     rounded = cast_values(values)
     if as_json:
-        print_json({"values": values, "formats": rounded})
+        named = {name: [_json_number(value) for value in row] for name, row in rounded.items()}
+        print_json({"values": [_json_number(value) for value in values], "formats": named})
         return
-    columns = [
-        [repr(value), *(_text(rounded[name][i], fmt) for name, fmt in FORMATS.items())]
-        for i, value in enumerate(values)
-    ]
-    for group in _fit(columns):
-        headings = [column[0] for column in group]
-        rows = zip(FORMATS, *(column[1:] for column in group), strict=True)
-        print_table(("format", *headings), list(rows), numeric=headings)
+    headings = [repr(value) for value in values]
+    print_table(
+        ("format", *headings),
+        [(name, *(_text(v, fmt) for v in rounded[name])) for name, fmt in FORMATS.items()],
+        numeric=headings,
+    )
+
+
+def _json_number(value: float) -> float | str:
+    """The number, or its name where JSON has no number for it."""
+    return value if math.isfinite(value) else str(value)
 
 
 def _text(value: float, fmt: FloatFormat) -> str:
     """All digits of a value; of a 24-bit significand those that tell it from its neighbours."""
     return repr(float(f"{value:.9g}") if 10 < fmt.mantissa <= 23 else value)
-
-
-def _fit(columns: Sequence[Sequence[str]]) -> list[list[Sequence[str]]]:
-    """Split columns into groups that fit the width of a table."""
-    groups: list[list[Sequence[str]]] = []
-    room = 0
-    for column in columns:
-        width = max(map(len, column)) + _GAP
-        if not groups or width > room:
-            groups.append([])
-            room = _TABLE_WIDTH - max(map(len, FORMATS)) - _GAP
-        groups[-1].append(column)
-        room -= width
-    return groups

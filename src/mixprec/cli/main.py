@@ -13,7 +13,11 @@ from typing import Annotated
 
 import typer
 
+from mixprec.cli.compare import compare
+from mixprec.cli.doctor import doctor
 from mixprec.cli.formats import formats
+from mixprec.cli.recipes import recipes
+from mixprec.cli.train import train
 
 USAGE_ERROR = 2
 
@@ -47,8 +51,9 @@ def _options(
     context.obj["debug"] = debug
 
 
-for command in (formats,):
+for command in (formats, recipes, doctor, train):
     app.command()(command)
+app.command(short_help="One model under several recipes, one table.")(compare)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

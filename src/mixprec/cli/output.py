@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from mixprec.survey import Support
+
+_GAP = 3
+_MARGINS = 2
 
 
 def console() -> Console:
@@ -24,7 +30,10 @@ def print_table(
     title: str | None = None,
     numeric: Collection[str] = (),
 ) -> None:
-    """Prints a table in which nothing is cut: text too long for its column goes on below.
+    """Prints a table in which nothing is cut.
+
+    Long text goes on below, at spaces; a number never breaks. Columns that do not fit beside each
+    other follow in a further table under the same first column.
 
     Args:
         columns: Headings.
@@ -32,26 +41,69 @@ def print_table(
         title: A line above the table.
         numeric: The headings of columns to align to the right.
     """
-    table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
-    for column in columns:
-        right = column in numeric
-        table.add_column(column, justify="right" if right else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    console().print(table)
+    cells = list(rows)
+    least = [
+        _least_width(column, [row[i] for row in cells], whole=column in numeric)
+        for i, column in enumerate(columns)
+    ]
+    out = console()
+    for group in _groups(least, out.width):
+        table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
+        title = None
+        for i in group:
+            right = columns[i] in numeric
+            table.add_column(
+                columns[i],
+                justify="right" if right else "left",
+                width=least[i] if right else None,
+                min_width=least[i],
+                overflow="fold",
+            )
+        for row in cells:
+            table.add_row(*(row[i] for i in group))
+        out.print(table)
+
+
+def _least_width(heading: str, cells: Sequence[str], *, whole: bool) -> int:
+    """Width that breaks no word, nor, if whole, any cell."""
+    words = heading.split() + [
+        word for cell in cells for word in ([cell] if whole else cell.split())
+    ]
+    return max(map(len, words), default=0)
+
+
+def _groups(widths: Sequence[int], available: int) -> list[list[int]]:
+    """Columns by index, in tables that fit; the first column is in all of them."""
+    groups = [[0]]
+    room = available - widths[0] - _MARGINS
+    for i in range(1, len(widths)):
+        needed = widths[i] + _GAP
+        if needed > room and len(groups[-1]) > 1:
+            groups.append([0])
+            room = available - widths[0] - _MARGINS
+        groups[-1].append(i)
+        room -= needed
+    return groups
 
 
 def print_json(data: Any) -> None:
-    """Prints one JSON document; numbers that JSON lacks become the strings "nan", "inf", "-inf"."""
-    print(json.dumps(_jsonable(data), indent=2, allow_nan=False))
+    """Prints one JSON document; records become objects, a number JSON lacks is a ValueError."""
+    print(json.dumps(data, indent=2, allow_nan=False, default=_as_object))
 
 
-def _jsonable(data: Any) -> Any:
-    """The same data with tuples as lists and non-finite floats as strings."""
-    if isinstance(data, Mapping):
-        return {str(key): _jsonable(value) for key, value in data.items()}
-    if isinstance(data, (list, tuple, set, frozenset)):
-        return [_jsonable(value) for value in data]
-    if isinstance(data, float) and not math.isfinite(data):
-        return str(data)
-    return data
+def _as_object(value: Any) -> dict[str, Any]:
+    """A record or a read-only mapping as what JSON knows."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+
+
+def grouped_by_reason(supports: Mapping[str, Support]) -> list[tuple[str, str, str]]:
+    """Rows of "native" or "emulated", the names that share a reason, and the reason."""
+    groups: dict[tuple[bool, str], list[str]] = {}
+    for name, support in supports.items():
+        groups.setdefault((support.native, support.reason), []).append(name)
+    return [
+        ("native" if native else "emulated", "\n".join(names), reason)
+        for (native, reason), names in groups.items()
+    ]

@@ -9,10 +9,9 @@ from typing import Any
 
 CURVE = "curve"
 HEADINGS = {
-    "recipe": "recipe",
     "train_loss": "training loss",
     "loss": "evaluation loss",
-    "accuracy": "accuracy",
+    "sqnr": "SQNR (dB)",
     "step_ms": "step (ms)",
     "step_ratio": "step ratio",
     "saved_bytes": "saved for backward (bytes)",
@@ -40,6 +39,7 @@ th {{ vertical-align: bottom; }}
 <h1>{title}</h1>
 {curves}
 <div class="wide">{table}</div>
+<p>{note}</p>
 </body>
 </html>
 """
@@ -49,11 +49,11 @@ def render(result: Mapping[str, Any]) -> str:
     """One HTML page of a comparison's result, plotting library included, so it needs no network.
 
     Args:
-        result: What ``result.json`` of a comparison holds. ``result["runs"]`` is a list of
-            mappings, one a recipe. ``curve`` in a run is ``{"step": [...], "loss": [...]}``, drawn
-            as a line; every other entry becomes a cell, a mapping (SQNR by operand) one for each of
-            its own entries. None, which stands for a number that is not finite, and what a run
-            lacks leave an empty cell.
+        result: What ``result.json`` of a comparison holds: ``model``, ``data``, ``timing_note``
+            and ``runs``, a list of mappings, one a recipe. ``curve`` in a run is ``{"step": [...],
+            "loss": [...]}``, drawn as a line; every other entry becomes a cell, a mapping (SQNR by
+            operand) one for each of its own entries. None, which stands for a number that is not
+            known or not finite, leaves the cell empty, and a column with nothing else is left out.
 
     Returns:
         The text of the page.
@@ -65,8 +65,13 @@ def render(result: Mapping[str, Any]) -> str:
     runs = result.get("runs")
     if not runs:
         raise ValueError("result: got no runs; a page needs at least one; pass a result.json")
-    title = "Comparison: " + ", ".join(str(run["recipe"]) for run in runs)
-    return _PAGE.format(title=escape(title), curves=_curves(runs), table=_table(runs))
+    title = f"{result['model']} on {result['data']}"
+    return _PAGE.format(
+        title=escape(title),
+        curves=_curves(runs),
+        table=_table(runs),
+        note=escape(result.get("timing_note") or ""),
+    )
 
 
 def _curves(runs: Sequence[Mapping[str, Any]]) -> str:
@@ -94,7 +99,8 @@ def _curves(runs: Sequence[Mapping[str, Any]]) -> str:
 def _table(runs: Sequence[Mapping[str, Any]]) -> str:
     """A row a run, a column an entry; columns in the order in which the runs name them."""
     rows = [_cells(run) for run in runs]
-    headings = list(dict.fromkeys(heading for row in rows for heading in row))
+    known = (heading for row in rows for heading, value in row.items() if value is not None)
+    headings = list(dict.fromkeys(known))
     head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
     body = "".join(
         f"<tr>{''.join(_cell(row.get(heading)) for heading in headings)}</tr>\n" for row in rows

@@ -1,0 +1,58 @@
+"""`mixprec doctor`: what this machine runs natively, what is emulated, and why."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mixprec.cli.output import console, grouped_by_reason, print_json, print_table
+
+if TYPE_CHECKING:
+    from mixprec.survey import Device, Survey
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+) -> None:
+    """What is native here, what is emulated, and why."""
+    from mixprec import survey
+
+    found = survey.doctor()
+    if as_json:
+        print_json(found)
+        return
+    _show_machine(found)
+    print_table(
+        ("library", "version", "used for", "problem"),
+        [(lib.name, lib.version, lib.purpose, lib.reason) for lib in found.libraries],
+    )
+    print_table(
+        ("runs", "formats", "why"), grouped_by_reason({row.name: row for row in found.formats})
+    )
+    print_table(
+        ("runs", "recipes", "why"), grouped_by_reason({row.name: row for row in found.recipes})
+    )
+
+
+def _show_machine(found: Survey) -> None:
+    """Versions, processor and GPUs, a line each."""
+    has = [name for name, present in found.cpu_features.items() if present]
+    lacks = [name for name, present in found.cpu_features.items() if not present]
+    out = console()
+    out.print(", ".join(f"{name} {number}" for name, number in found.versions.items()))
+    out.print(f"CPU: {', '.join(has) or 'no feature known'}; torch uses {found.cpu}")
+    out.print(f"     without {', '.join(lacks)}")
+    out.print("\n".join(map(_device_line, found.devices)) or "GPU: none")
+
+
+def _device_line(device: Device) -> str:
+    """A GPU in a line, with peak rates where the hardware table has it."""
+    capability = ".".join(map(str, device.capability))
+    line = (
+        f"GPU: {device.name}, compute capability {capability}, {device.memory_bytes / 1e9:.0f} GB"
+    )
+    if device.accelerator is None:
+        return f"{line}; not in the hardware table"
+    rates = ", ".join(f"{name} {rate:g}" for name, rate in device.accelerator.rates.items())
+    return f"{line}; peak 10^12 operations/s, dense: {rates} ({device.accelerator.source})"

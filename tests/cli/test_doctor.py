@@ -1,0 +1,73 @@
+"""`mixprec doctor`: the survey as people and programs read it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from mixprec import survey
+from mixprec.formats import FORMATS
+from mixprec.hardware import ACCELERATORS
+from mixprec.recipes import RECIPES
+
+HOPPER = survey.Survey(
+    versions={"torch": "2.13.0"},
+    cpu="AVX512",
+    cpu_features={"AVX2": True, "AMX": False},
+    devices=(
+        survey.Device(
+            name="NVIDIA H100 80GB HBM3",
+            vendor="nvidia",
+            capability=(9, 0),
+            memory_bytes=80 * 10**9,
+            accelerator=ACCELERATORS["H100"],
+        ),
+    ),
+    libraries=(
+        survey.Library(
+            name="plotly", purpose="pages", version="", reason="broken, OSError: no x.so"
+        ),
+    ),
+    formats=tuple(survey.native_support(fmt, (9, 0)) for fmt in FORMATS.values()),
+    recipes=tuple(survey.native_support(recipe, (9, 0)) for recipe in RECIPES.values()),
+)
+
+
+def test_table_names_everything(cli: Callable) -> None:
+    code, out, err = cli("doctor")
+    assert (code, err) == (0, "")
+    assert torch.__version__ in out
+    for name in (*FORMATS, *RECIPES, *survey.OPTIONAL_LIBRARIES, *survey.CPU_FEATURES):
+        assert name in " ".join(out.split())
+    assert max(map(len, out.splitlines())) <= 80
+    assert "…" not in out
+
+
+def test_json_is_the_survey(cli: Callable) -> None:
+    data = json.loads(cli("doctor", "--json").out)
+    found = survey.doctor()
+    assert [row["name"] for row in data["recipes"]] == list(RECIPES)
+    assert [row["native"] for row in data["recipes"]] == [row.native for row in found.recipes]
+    assert data["cpu_features"] == found.cpu_features
+    assert data["versions"]["torch"] == torch.__version__
+
+
+def test_hopper_says_that_fp4_is_emulated(cli: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(survey, "doctor", lambda: HOPPER)
+    out = cli("doctor").out
+    emulated = out.split("emulated   ")[1:]
+    (fp4,) = (row for row in emulated if "e2m1" in row)
+    assert "no units in Hopper (9.0); Blackwell (10.0) has" in fp4
+    assert "NVIDIA H100 80GB HBM3, compute capability 9.0, 80 GB" in " ".join(out.split())
+    assert "tf32 494.7" in " ".join(out.split())
+    assert "broken, OSError: no x.so" in " ".join(out.split())
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_hopper_as_json(cli: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(survey, "doctor", lambda: HOPPER)
+    data = json.loads(cli("doctor", "--json").out)
+    assert data["devices"][0]["accelerator"]["rates"] == dict(ACCELERATORS["H100"].rates)
