@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -141,9 +142,7 @@ def test_why_not_names_the_operand_and_the_rule(
 ) -> None:
     given = [x if isinstance(x, Tensor) else quantize(torch.ones(4, 64), x) for x in (a, b)]
     why = bf16_mm.why_not(*given, out_dtype)
-    assert why is not None
-    with pytest.raises(ValueError, match=reason):
-        raise ValueError(why)
+    assert re.match(reason, why or "")
 
 
 @pytest.mark.parametrize(

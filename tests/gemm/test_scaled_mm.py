@@ -11,7 +11,6 @@ from torch import Tensor
 from gemm.bound import assert_within_bound
 from gemm.fake_cuda import FakeCuda
 from mixprec.formats import FORMATS, FloatFormat
-from mixprec.gemm import native
 from mixprec.gemm.impl import scaled_mm
 from mixprec.quantization import QuantizedTensor, QuantSpec, quantize
 from mixprec.scaling import delayed_state
@@ -245,6 +244,20 @@ def test_torch_applies_the_scales_where_that_is_the_definition(
     assert call.out_dtype == given_dtype
 
 
+def test_row_scales_are_not_given_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.11 knows no row scales there."""
+    a, b = operands("row")
+    native_product, given = torch._scaled_mm, []
+
+    def spy(*args: Tensor, **kwargs: object) -> Tensor:
+        given.append(args[2:4])
+        return native_product(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "_scaled_mm", spy)
+    assert_within_bound(product(a, b, out_dtype=torch.bfloat16), a, b)
+    assert [scale.numel() for scales in given for scale in scales] == [1, 1]
+
+
 def test_rows_that_fill_up_have_scale_one(hopper: FakeCuda) -> None:
     a, b = operands("row", 5, 7, 16)
     product(a, b, out_dtype=torch.bfloat16)
@@ -282,6 +295,11 @@ def test_every_product_of_two_codes_is_exact_on_the_cpu() -> None:
             )
 
 
+def test_e5m2_twice_runs_on_the_cpu() -> None:
+    a, b = (quantize(torch.randn(16, 16), GRADIENT) for _ in range(2))
+    assert_within_bound(product(a, b), a, b)
+
+
 def test_matmul_compiles_to_one_graph() -> None:
     a, b = operands("row", 5, 7, 16)
     bias = torch.randn(7)
@@ -291,82 +309,3 @@ def test_matmul_compiles_to_one_graph() -> None:
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(a.codes, b.codes), step(a.codes, b.codes))
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "out_dtype", "reason"),
-    [
-        (torch.ones(2, 2), None, torch.float32, "a: got a high-precision tensor"),
-        (None, torch.ones(2, 2), torch.float32, "b: got a high-precision tensor"),
-        (None, QuantSpec(format=FORMATS["e2m1"]), torch.float32, "b: got e2m1; the units multiply"),
-        (QuantSpec(format=FORMATS["e4m3fnuz"]), None, torch.float32, "a: got e4m3fnuz"),
-        (
-            QuantSpec(format=E4M3, block=(1, 128)),
-            None,
-            torch.float32,
-            r"a: got blocks of \(1, 128\)",
-        ),
-        (
-            None,
-            QuantSpec(format=E4M3, block=(128, -1)),
-            torch.float32,
-            r"b: got blocks of \(128, -1\)",
-        ),
-        (None, None, torch.float64, "out_dtype: got torch.float64"),
-    ],
-)
-def test_why_not_names_the_operand_and_the_rule(
-    a: QuantSpec | Tensor | None, b: QuantSpec | Tensor | None, out_dtype: torch.dtype, reason: str
-) -> None:
-    given = []
-    for operand in (a, b):
-        x = torch.ones(256, 256)
-        spec = TENSOR if operand is None else operand
-        given.append(x if isinstance(spec, Tensor) else quantize(x, spec))
-    why = scaled_mm.why_not(*given, out_dtype)
-    assert why is not None
-    with pytest.raises(ValueError, match=reason):
-        raise ValueError(why)
-
-
-@pytest.mark.parametrize(
-    ("fake", "reason"),
-    [
-        (FakeCuda((8, 0)), r"device: compute capability 8\.0 \(Ampere\) has no FP8 units"),
-        (FakeCuda((8, 6)), r"device: compute capability 8\.6 \(Ampere\) has no FP8 units"),
-        (FakeCuda((7, 5)), r"device: compute capability 7\.5 \(Turing\) has no FP8 units"),
-        (FakeCuda(kind="mps"), "device: got mps"),
-        (FakeCuda(kind="rocm"), "device: got rocm"),
-    ],
-)
-def test_why_not_names_the_device(
-    fake: FakeCuda, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake.install(monkeypatch)
-    why = scaled_mm.why_not(*operands("tensor"), torch.float32)
-    assert why is not None
-    with pytest.raises(ValueError, match=reason):
-        raise ValueError(why)
-
-
-def test_e5m2_twice_is_refused_on_cuda_only(hopper: FakeCuda) -> None:
-    a = b = quantize(torch.randn(16, 16), GRADIENT)
-    assert scaled_mm.why_not(a, b, torch.float32) == (
-        "a, b: got e5m2 twice; NVIDIA's units multiply e5m2 with e4m3 only"
-    )
-
-
-def test_e5m2_twice_runs_on_the_cpu() -> None:
-    a, b = (quantize(torch.randn(16, 16), GRADIENT) for _ in range(2))
-    assert_within_bound(product(a, b), a, b)
-
-
-def test_why_slow_is_about_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    a, b = operands("tensor")
-    assert "plain loop" in (scaled_mm.why_slow(a, b) or "")
-    FakeCuda().install(monkeypatch)
-    assert scaled_mm.why_slow(a, b) is None
-
-
-def test_device_facts_of_the_cpu() -> None:
-    assert native.device_facts(torch.ones(1)) == ("cpu", None)
