@@ -1,1 +1,50 @@
 """mixprec: mixed-precision training for PyTorch, native where possible, emulated elsewhere."""
+
+from mixprec.autograd import linear
+from mixprec.codes import decode, encode
+from mixprec.formats import FORMATS, FloatFormat, finfo
+from mixprec.gemm import GemmSpec, quantized_matmul
+from mixprec.nn import (
+    Report,
+    attach,
+    convert,
+    load_state_dict,
+    revert,
+    state_dict,
+    sync_scales,
+)
+from mixprec.noise import Noise
+from mixprec.quantization import QuantizedTensor, QuantSpec, quantize
+from mixprec.recipes import RECIPES, Recipe
+from mixprec.rounding import round_to_format
+from mixprec.survey import doctor
+from mixprec.train.compare import run as compare
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "FORMATS",
+    "RECIPES",
+    "FloatFormat",
+    "GemmSpec",
+    "Noise",
+    "QuantSpec",
+    "QuantizedTensor",
+    "Recipe",
+    "Report",
+    "attach",
+    "compare",
+    "convert",
+    "decode",
+    "doctor",
+    "encode",
+    "finfo",
+    "linear",
+    "load_state_dict",
+    "quantize",
+    "quantized_matmul",
+    "revert",
+    "round_to_format",
+    "state_dict",
+    "sync_scales",
+]

@@ -61,6 +61,26 @@ def delayed_positions(recipe: Recipe) -> tuple[int, ...]:
     )
 
 
+def state_position(recipe: Recipe, position: int) -> int:
+    """Where the history of an operand is kept: with the operand whose values it shares."""
+    return _FIRST_USE[position] if shares_values(recipe, position) else position
+
+
+def quantize_operand(
+    x: Tensor,
+    spec: QuantSpec | None,
+    position: int,
+    noise: Noise | None,
+    delayed: DelayedState | None,
+) -> Operand:
+    """One of the six operands, drawing from its own stream of noise; x itself in high precision."""
+    if spec is None:
+        return x
+    if noise is not None:
+        noise = replace(noise, stream=noise.stream + position)
+    return quantize(x, spec, noise=noise, state=delayed)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
     """Everything about a call that is no tensor to save."""
@@ -73,17 +93,17 @@ class _Plan:
 
     def quantize(self, x: Tensor, position: int, records: bool) -> Operand:
         """The operand at a position, its amax recorded."""
-        spec = self.recipe.specs[position]
-        if spec is None:
-            return x.to(self.dtype)
-        noise = self.noise and replace(self.noise, stream=self.noise.stream + position)
         delayed = self.state.delayed[position]
-        quantized = quantize(x, spec, noise=noise, state=delayed)
-        if records and delayed is not None and quantized.amax is not None:
-            for old, new in zip(delayed, record_amax(delayed, quantized.amax), strict=True):
+        spec = self.recipe.specs[position]
+        operand = quantize_operand(
+            x.to(self.dtype) if spec is None else x, spec, position, self.noise, delayed
+        )
+        if records and delayed is not None and isinstance(operand, QuantizedTensor):
+            assert operand.amax is not None
+            for old, new in zip(delayed, record_amax(delayed, operand.amax), strict=True):
                 if new is not old:
                     old.copy_(new)
-        return quantized
+        return operand
 
     def transposed(self, x: Tensor, first: Operand, position: int, records: bool) -> Operand:
         """The operand of a later product: the first one's values, or x.T quantised anew."""

@@ -22,6 +22,8 @@ from mixprec.gemm.api import GemmSpec
 from mixprec.quantization import UNSCALED, QuantSpec
 
 PRODUCTS = ("output", "grad_input", "grad_weight")
+OPERANDS = tuple(f"{product}.{side}" for product in PRODUCTS for side in ("a", "b"))
+"""Paths of the six operands in a recipe; an operand's place here is its position."""
 _HIGH_PRECISION = GemmSpec()
 
 
@@ -87,8 +89,7 @@ class Recipe:
 
 def operands(recipe: Recipe) -> dict[str, QuantSpec | None]:
     """The six operands by their path, ``output.a`` to ``grad_weight.b``."""
-    paths = [f"{product}.{side}" for product in PRODUCTS for side in ("a", "b")]
-    return dict(zip(paths, recipe.specs, strict=True))
+    return dict(zip(OPERANDS, recipe.specs, strict=True))
 
 
 def _plain(value: Any) -> Any:

@@ -129,8 +129,15 @@ def delayed_state(length: int, device: torch.device | str | None = None) -> Dela
 
 
 def split_state(packed: Tensor) -> DelayedState:
-    """The state that a float32 tensor [length + 2] holds, as views of it."""
-    return DelayedState(history=packed[:-2], pending=packed[-2], nonfinite=packed[-1])
+    """The state that a float32 tensor [..., length + 2] holds, as views of it."""
+    return DelayedState(
+        history=packed[..., :-2], pending=packed[..., -2], nonfinite=packed[..., -1]
+    )
+
+
+def join_state(state: DelayedState) -> Tensor:
+    """One float32 tensor [..., length + 2] that holds a state; the inverse of ``split_state``."""
+    return torch.cat((state.history, state.pending[..., None], state.nonfinite[..., None]), dim=-1)
 
 
 def delayed_amax(state: DelayedState, algo: AmaxComputeAlgo, own: Tensor) -> Tensor:
@@ -159,8 +166,16 @@ def record_amax(state: DelayedState, amax: Tensor) -> DelayedState:
 
 
 def roll_history(state: DelayedState) -> DelayedState:
-    """The state after a step: a pending amax above 0 enters the history, the oldest one leaves."""
-    rolled = torch.cat((state.pending.reshape(1), state.history[:-1]))
+    """The state after a step: a pending amax above 0 enters the history, the oldest one leaves.
+
+    Leading axes are states of their own.
+    """
+    rolled = torch.cat((state.pending[..., None], state.history[..., :-1]), dim=-1)
+    history = torch.where(state.pending[..., None] > 0, rolled, state.history)
+    return discard_pending(state._replace(history=history))
+
+
+def discard_pending(state: DelayedState) -> DelayedState:
+    """The state after a step that was skipped: what its uses recorded is forgotten."""
     zero = torch.zeros_like(state.pending)
-    history = torch.where(state.pending > 0, rolled, state.history)
-    return DelayedState(history=history, pending=zero, nonfinite=zero.clone())
+    return state._replace(pending=zero, nonfinite=zero.clone())

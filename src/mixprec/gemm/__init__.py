@@ -1,5 +1,5 @@
 """Products of quantised operands: one definition, several implementations."""
 
-from mixprec.gemm.api import IMPLS, GemmSpec, quantized_matmul, resolve
+from mixprec.gemm.api import IMPLS, GemmSpec, quantized_matmul, resolve, resolve_spec
 
-__all__ = ["IMPLS", "GemmSpec", "quantized_matmul", "resolve"]
+__all__ = ["IMPLS", "GemmSpec", "quantized_matmul", "resolve", "resolve_spec"]

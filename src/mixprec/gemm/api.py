@@ -17,6 +17,7 @@ from mixprec.formats import FloatFormat
 from mixprec.gemm.impl import bf16_mm, emulated, scaled_mm
 from mixprec.noise import Noise
 from mixprec.quantization import QuantizedTensor, QuantSpec, quantize
+from mixprec.scaling import delayed_state
 
 Operand = Tensor | QuantizedTensor
 
@@ -89,6 +90,32 @@ def resolve(a: Operand, b: Operand, out_dtype: torch.dtype, impl: str = "auto") 
     """
     name, reasons = _choose(a, b, out_dtype, check_impl(impl))
     return name, "; ".join(reasons) or "native"
+
+
+def resolve_spec(
+    spec: GemmSpec, device: torch.device | str, dtype: torch.dtype, impl: str = "auto"
+) -> tuple[str, str]:
+    """``resolve`` for operands of a type on a device, before there are any.
+
+    Args:
+        spec: The product's quantisations.
+        device: Where the operands will be.
+        dtype: Their type before they are quantised, and the result's.
+        impl: As for ``resolve``.
+
+    Returns:
+        Name and reason.
+    """
+    sample = torch.zeros((16, 16), device=device, dtype=dtype)
+
+    def operand(quant: QuantSpec | None) -> Operand:
+        if quant is None:
+            return sample
+        noise = Noise(seed=0) if quant.is_stochastic else None
+        state = delayed_state(quant.amax_history_len, device) if quant.is_delayed else None
+        return quantize(sample, quant, noise=noise, state=state)
+
+    return resolve(operand(spec.a), operand(spec.b), dtype, impl)
 
 
 def multiply(

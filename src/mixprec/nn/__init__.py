@@ -1,0 +1,18 @@
+"""Layers that multiply by a recipe, and the conversion of models to them and back."""
+
+from mixprec.nn.convert import convert, revert
+from mixprec.nn.linear import QuantizedLinear
+from mixprec.nn.report import Report, ReportRow
+from mixprec.nn.state import attach, load_state_dict, state_dict, sync_scales
+
+__all__ = [
+    "QuantizedLinear",
+    "Report",
+    "ReportRow",
+    "attach",
+    "convert",
+    "load_state_dict",
+    "revert",
+    "state_dict",
+    "sync_scales",
+]

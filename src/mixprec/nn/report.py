@@ -1,0 +1,57 @@
+"""What a conversion did: one row a module, printed as a table."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from typing import Literal
+
+from rich.console import Console
+from rich.table import Table
+
+Status = Literal["converted", "left"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportRow:
+    """One module: its name, its type, what became of it and why."""
+
+    name: str
+    type: str
+    status: Status
+    recipe: str = ""
+    impl: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """Every module that holds parameters or has no children, in the model's order."""
+
+    rows: tuple[ReportRow, ...]
+
+    @property
+    def converted(self) -> tuple[ReportRow, ...]:
+        """The rows of modules that multiply by a recipe now."""
+        return tuple(row for row in self.rows if row.status == "converted")
+
+    @property
+    def left(self) -> tuple[ReportRow, ...]:
+        """The rows of modules that are as they were."""
+        return tuple(row for row in self.rows if row.status == "left")
+
+    def table(self) -> Table:
+        """The report as a rich table."""
+        title = f"{len(self.converted)} converted, {len(self.left)} left alone"
+        table = Table(title="NOTHING WAS CONVERTED" if not self.converted else title)
+        for column in ("module", "type", "status", "recipe", "impl", "why"):
+            table.add_column(column, overflow="fold")
+        for row in self.rows:
+            name = row.name or "(model)"
+            table.add_row(name, row.type, row.status, row.recipe, row.impl, row.reason)
+        return table
+
+    def __str__(self) -> str:
+        text = io.StringIO()
+        Console(file=text, width=120).print(self.table())
+        return text.getvalue()
