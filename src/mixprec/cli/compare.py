@@ -1,0 +1,129 @@
+"""`mixprec compare`: one model under several recipes, one table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from mixprec.cli.output import console, print_json, print_table
+
+MEGABYTE = 1e6
+COLUMNS = (
+    "recipe",
+    "train loss",
+    "eval loss",
+    "accuracy %",
+    "difference",
+    "SQNR dB x/w/g",
+    "step ms",
+    "ratio",
+    "saved MB",
+    "params+optim MB",
+    "impl",
+)
+
+
+def compare(
+    config: Annotated[
+        Path | None,
+        typer.Argument(
+            help="A TOML file; without it mnist_cnn on mnist, three epochs.",
+            metavar="[CONFIG]",
+            show_default=False,
+        ),
+    ] = None,
+    recipes: Annotated[
+        str | None,
+        typer.Option(
+            help="Names separated by commas; the others are compared with the first.",
+            metavar="A,B,C",
+            show_default=False,
+        ),
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Stop after so many optimizer steps.", show_default=False)
+    ] = None,
+    seeds: Annotated[int, typer.Option(help="Runs of each recipe; the spread is shown.")] = 1,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for result.json, losses.csv, compare.html.", show_default=False),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help="auto, cpu, mps, cuda or cuda:N; over the file.", show_default=False),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+) -> None:
+    """Compare recipes: the same model, weights, batches and dropout masks in each.
+
+    Shows loss, accuracy, SQNR of activations x, weights w and gradients g, step time and memory.
+    """
+    from rich.console import Console
+
+    from mixprec.pages.comparison import render
+    from mixprec.train.compare import run
+
+    names = None if recipes is None else [name.strip() for name in recipes.split(",")]
+    result = run(
+        config,
+        recipes=names,
+        steps=steps,
+        seeds=seeds,
+        out=out,
+        device=device,
+        console=Console(stderr=as_json),
+    )
+    if out is not None:
+        (out / "compare.html").write_text(render(result), encoding="utf-8")
+    if as_json:
+        print_json(result)
+    else:
+        _show(result)
+        if out is not None:
+            console().print(f"result.json, losses.csv and compare.html are in {out}")
+
+
+def _show(result: Mapping[str, Any]) -> None:
+    runs = result["runs"]
+    steps = max(len(run["curve"]["step"]) for run in runs)
+    seeds = ", ".join(map(str, result["seeds"]))
+    print_table(
+        COLUMNS,
+        [_row(run) for run in runs],
+        title=f"{result['model']} on {result['data']}, {steps} steps, seed {seeds}",
+        numeric=set(COLUMNS) - {"recipe", "impl"},
+    )
+    for run in runs:
+        if run["failure"]:
+            console().print(f"{run['recipe']}: {run['failure']}")
+    if result["timing_note"]:
+        console().print(result["timing_note"])
+
+
+def _row(run: Mapping[str, Any]) -> tuple[str, ...]:
+    spread = run["spread"]
+    memory = (run["param_bytes"] + run["optimizer_bytes"]) / MEGABYTE
+    return (
+        run["recipe"],
+        _cell(run["train_loss"], ".4f", spread["train_loss"]),
+        _cell(run["loss"], ".4f", spread["loss"]),
+        _cell(run["accuracy"], ".2f", spread["accuracy"], 100),
+        _cell(run["accuracy_difference"], "+.2f", spread["accuracy_difference"], 100),
+        "/".join(_cell(run["sqnr"][kind], ".0f") for kind in "xwg"),
+        _cell(run["step_ms"], ".1f"),
+        _cell(run["step_ratio"], ".2f"),
+        _cell(run["saved_bytes"], ".2f", None, 1 / MEGABYTE),
+        f"{memory:.2f}",
+        run["impl"],
+    )
+
+
+def _cell(value: float | None, form: str, deviation: float | None = None, factor: float = 1) -> str:
+    """A number, with its deviation over the seeds if there is one; a dash where it is unknown."""
+    if value is None:
+        return "-"
+    text = f"{value * factor:{form}}"
+    return text if deviation is None else f"{text} ±{deviation * factor:{form.lstrip('+')}}"

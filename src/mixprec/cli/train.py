@@ -1,0 +1,98 @@
+"""`mixprec train`: a training run from a TOML file."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mixprec.cli.output import print_json
+
+NON_FINITE = 3
+PREEMPTED = 75
+
+
+def train(
+    config: Annotated[Path, typer.Argument(help="A TOML file.", metavar="CONFIG")],
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            help="Over the file, as often as needed: --set train.seed=2",
+            metavar="SECTION.KEY=VALUE",
+            show_default=False,
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Run folder; runs/ and the file's name by default.", show_default=False),
+    ] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(help="A checkpoint, or auto: the run's newest whole one.", show_default=False),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help="auto, cpu, mps, cuda or cuda:N; over the file.", show_default=False),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="One step, one evaluation batch; nothing is written.")
+    ] = False,
+    save_model: Annotated[
+        bool, typer.Option("--save-model", help="Leave the weights in model.pt.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="The result as one JSON document.")
+    ] = False,
+) -> None:
+    """Train a model.
+
+    The run folder holds the resolved configuration, metrics.jsonl, result.json and checkpoints.
+    Exit code 3: a loss was not finite. Exit code 75: stopped by SIGTERM, with a checkpoint saved.
+    """
+    from rich.console import Console
+
+    from mixprec.train.config import load
+    from mixprec.train.loop import Preempted, run
+    from mixprec.train.trainer import NonFiniteError
+
+    console = Console(stderr=as_json)
+    shortcuts = [
+        *([f"train.device={device}"] if device else []),
+        *(["train.dry_run=true"] if dry_run else []),
+        *(["train.save_model=true"] if save_model else []),
+    ]
+    resolved = load(config, [*(settings or []), *shortcuts])
+    folder = out or Path("runs") / config.stem
+    try:
+        with _sigterm() as asked_to_stop:
+            result = run(
+                resolved, out=folder, resume=resume, stop=asked_to_stop.is_set, console=console
+            )
+    except (NonFiniteError, Preempted) as error:
+        typer.echo(f"mixprec: {error}", err=True)
+        code = PREEMPTED if isinstance(error, Preempted) else NON_FINITE
+        raise typer.Exit(code) from error
+    if as_json:
+        print_json(result)
+    elif not resolved.train.dry_run:
+        console.print(f"results in {folder}", markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def _sigterm() -> Iterator[threading.Event]:
+    """An event that SIGTERM sets for as long as the block runs; only a main thread can listen."""
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: asked.set())
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,214 @@
+"""Checkpoints: folders that are whole or not there, verified when read, without pickle.
+
+A checkpoint is a tree of dicts, lists, tuples, numbers, text and tensors, one entry of the tree a
+section:
+
+    step_00000120/
+      SECTION.safetensors   the section's tensors
+      tree.json             everything else, with the tensors' names in their places
+      manifest.json         size and SHA-256 of each file
+
+It is written beside its place and renamed into it, so a run that dies while writing leaves the
+checkpoint before it untouched. A tensor that two names share is stored once.
+"""
+
+import hashlib
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+_PREFIX = "step_"
+_FORMAT = 1
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is damaged, incomplete or absent; the text names the file."""
+
+
+def save(folder: Path, step: int, tree: Mapping[str, Any], *, keep: int) -> Path:
+    """Write one checkpoint, and drop all but the newest `keep` up to it.
+
+    Checkpoints of later steps are dropped too: they are damaged, or of a run that went another way
+    from an earlier step, and would be taken for this run's newest.
+
+    Args:
+        tree: Sections by name. Keys are text, whole numbers, true/false or None.
+
+    Returns: The folder of this checkpoint, `step_` and eight digits.
+    Raises: TypeError: The tree holds something that is neither plain data nor a tensor.
+    """
+    target = folder / f"{_PREFIX}{step:08d}"
+    beside = folder / f".writing_{target.name}"
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    _write(beside, tree)
+    shutil.rmtree(target, ignore_errors=True)
+    os.replace(beside, target)
+    _sync(folder)
+    steps = listed(folder)
+    place = steps.index(target) + 1
+    for stale in steps[: max(0, place - keep)] + steps[place:]:
+        shutil.rmtree(stale)
+    return target
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Read a checkpoint back after verifying every file; tensors are on the CPU.
+
+    Raises: CheckpointError: A file is missing, truncated or changed; it is named.
+    """
+    manifest = _json(path, "manifest.json")
+    if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
+        raise CheckpointError(f"checkpoint: got {path}; its manifest.json is of no known version")
+    for name, expected in manifest["files"].items():
+        _verify(path / name, expected)
+    tensors: dict[str, Tensor] = {}
+    for name in manifest["files"]:
+        if name.endswith(".safetensors"):
+            tensors |= load_file(path / name)
+    return {name: _unpack(node, tensors) for name, node in _json(path, "tree.json").items()}
+
+
+def listed(folder: Path) -> list[Path]:
+    """The checkpoints of a folder, oldest first; [] where there is none. Nothing is verified."""
+    return sorted(path for path in folder.glob(f"{_PREFIX}*") if path.is_dir())
+
+
+def newest(folder: Path, report: Callable[[str], None]) -> dict[str, Any] | None:
+    """The newest checkpoint that is whole, or None; each damaged one is reported and passed by."""
+    for path in reversed(listed(folder)):
+        try:
+            return load(path)
+        except CheckpointError as error:
+            report(f"skipped a damaged checkpoint: {error}")
+    return None
+
+
+def generators(device: torch.device) -> dict[str, Any]:
+    """The states of Python's, numpy's and torch's global generators, as a tree."""
+    name, keys, *rest = np.random.get_state(legacy=True)
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": (name, torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest),
+        "torch": torch.get_rng_state(),
+    }
+    if device.type != "cpu":
+        state[device.type] = torch.get_device_module(device).get_rng_state()
+    return state
+
+
+def set_generators(state: Mapping[str, Any], device: torch.device) -> None:
+    """Put back what `generators` returned; a device that the state does not know stays as it is."""
+    name, keys, *rest = state["numpy"]
+    random.setstate(state["python"])
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    if device.type != "cpu" and device.type in state:
+        torch.get_device_module(device).set_rng_state(state[device.type])
+
+
+def _write(folder: Path, tree: Mapping[str, Any]) -> None:
+    names: dict[tuple[Any, ...], str] = {}
+    nodes = {}
+    for section, value in tree.items():
+        tensors: dict[str, Tensor] = {}
+        nodes[section] = _pack(value, section, tensors, names)
+        if tensors:
+            save_file(tensors, folder / f"{section}.safetensors")
+    (folder / "tree.json").write_text(json.dumps(nodes))
+    files = {file.name: _fingerprint(file) for file in sorted(folder.iterdir())}
+    manifest = {"format": _FORMAT, "files": files}
+    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
+    for file in folder.iterdir():
+        _sync(file)
+    _sync(folder)
+
+
+def _pack(
+    value: Any, path: str, tensors: dict[str, Tensor], names: dict[tuple[Any, ...], str]
+) -> Any:
+    """JSON for a tree: text, numbers and None as they are, the rest as [kind, content]."""
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, Tensor):
+        name = names.setdefault(_identity(value, path), path)
+        if name == path:
+            tensors[path] = value.detach().cpu().contiguous().clone()
+        return ["tensor", name]
+    if isinstance(value, Mapping):
+        pairs = [(key, _pack(item, f"{path}/{key}", tensors, names)) for key, item in value.items()]
+        return ["dict", pairs]
+    if isinstance(value, list | tuple):
+        kind = "list" if isinstance(value, list) else "tuple"
+        return [kind, [_pack(v, f"{path}/{i}", tensors, names) for i, v in enumerate(value)]]
+    raise TypeError(
+        f"{path}: got {type(value).__name__}; a checkpoint holds plain data and tensors"
+    )
+
+
+def _unpack(node: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if not isinstance(node, list):
+        return node
+    kind, content = node
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "dict":
+        return {key: _unpack(item, tensors) for key, item in content}
+    items = [_unpack(item, tensors) for item in content]
+    return tuple(items) if kind == "tuple" else items
+
+
+def _identity(tensor: Tensor, path: str) -> tuple[Any, ...]:
+    """Equal for two names of the same elements; an empty tensor is only itself."""
+    if not tensor.numel():
+        return (path,)
+    shape, stride = tuple(tensor.shape), tensor.stride()
+    return (tensor.device, tensor.data_ptr(), tensor.dtype, shape, stride)
+
+
+def _json(folder: Path, name: str) -> Any:
+    try:
+        return json.loads((folder / name).read_text())
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"checkpoint: got {folder}; it has no {name}, so it is not a whole checkpoint; "
+            "choose another"
+        ) from error
+    except ValueError as error:
+        raise CheckpointError(
+            f"checkpoint: got {folder}; its {name} is damaged; choose another"
+        ) from error
+
+
+def _verify(file: Path, expected: Mapping[str, Any]) -> None:
+    if not file.is_file():
+        raise CheckpointError(f"checkpoint: got {file.parent}; {file.name} is missing")
+    if _fingerprint(file) != expected:
+        raise CheckpointError(
+            f"checkpoint: got {file.parent}; {file.name} is truncated or changed (its size or "
+            "SHA-256 is not the recorded one); choose another"
+        )
+
+
+def _fingerprint(file: Path) -> dict[str, Any]:
+    with file.open("rb") as content:
+        digest = hashlib.file_digest(content, "sha256").hexdigest()
+    return {"bytes": file.stat().st_size, "sha256": digest}
+
+
+def _sync(path: Path) -> None:
+    """Wait until the system has put a file, or a folder's list of names, on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

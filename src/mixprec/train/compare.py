@@ -1,0 +1,319 @@
+"""Several recipes on one model: the same weights, batches and dropout masks, one table.
+
+The runs advance together, one optimizer step each in turn, so that drift of the machine hits all
+alike; the ratio of step times is the median over the steps of the ratio within a step.
+"""
+
+import csv
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from mixprec.measure import saved_bytes, sqnr_db
+from mixprec.nn import QuantizedLinear
+from mixprec.quantization import QuantizedTensor
+from mixprec.recipes import Recipe
+from mixprec.train.config import Config, RecipeTable, TrainConfig, from_dict, load, recipe_label
+from mixprec.train.config import to_dict as config_table
+from mixprec.train.data import DATASETS, Dataset
+from mixprec.train.log import ProgressLines, environment, finite, write_json
+from mixprec.train.trainer import NonFiniteError, Trainer, isolated_generators, pick_device
+
+DEFAULT_RECIPES = (
+    "fp32",
+    "fp8_tensorwise",
+    "fp8_delayed",
+    "fp8_rowwise",
+    "fp8_rowwise_hp_grad_weight",
+)
+DEFAULT_EPOCHS = 3
+EMULATED_NOTE = "emulated: timing is not hardware speed"
+# The operand that each side of the three products is: activations, weights, output gradients.
+OPERAND_KINDS: Mapping[str, str] = {
+    "output.a": "x",
+    "output.b": "w",
+    "grad_input.a": "g",
+    "grad_input.b": "w",
+    "grad_weight.a": "g",
+    "grad_weight.b": "x",
+}
+_OVER_SEEDS = ("train_loss", "loss", "accuracy", "accuracy_difference")
+
+
+@dataclass(slots=True, kw_only=True)
+class _Contender:
+    """One recipe's run; a run that met a NaN or an infinity keeps its failure and stands still."""
+
+    label: str
+    trainer: Trainer
+    losses: list[float] = field(default_factory=list)
+    step_ms: list[float] = field(default_factory=list)
+    failure: str | None = None
+
+    def step(self) -> None:
+        started = time.perf_counter()
+        self._guarded(lambda: self.losses.append(self.trainer.step().loss))
+        if self.trainer.device.type != "cpu":
+            torch.get_device_module(self.trainer.device).synchronize()
+        self.step_ms.append(1e3 * (time.perf_counter() - started))
+
+    def record(self) -> dict[str, Any]:
+        """What one seed says about the recipe; None where the run failed before it."""
+        tail = self.losses[-max(1, len(self.losses) // 10) :]
+        record: dict[str, Any] = {
+            "recipe": self.label,
+            "impl": self.trainer.impl,
+            "train_loss": None if self.failure else statistics.fmean(tail),
+            "loss": None,
+            "accuracy": None,
+            "saved_bytes": None,
+            "sqnr": dict.fromkeys(OPERAND_KINDS),
+            "param_bytes": _bytes(self.trainer.model.parameters()),
+            "optimizer_bytes": _bytes(_state_tensors(self.trainer.optimizer)),
+            # The first step allocates, and compiles.
+            "step_ms": self.step_ms[1:] or self.step_ms,
+            "curve": self.losses,
+        }
+        self._guarded(lambda: record.update(_scores(self.trainer)))
+        return record | {"failure": self.failure}
+
+    def _guarded(self, action: Callable[[], None]) -> None:
+        if self.failure is None:
+            try:
+                action()
+            except NonFiniteError as error:
+                self.failure = str(error)
+
+
+def run(
+    config: Config | str | Path | None = None,
+    *,
+    recipes: Sequence[RecipeTable | Recipe] | None = None,
+    steps: int | None = None,
+    seeds: int = 1,
+    out: str | Path | None = None,
+    device: str | None = None,
+    console: Console | None = None,
+) -> dict[str, Any]:
+    """Train one model under several recipes and say what each costs and loses.
+
+    Args:
+        config: A Config or a TOML file; None is `mnist_cnn` on `mnist` for three epochs.
+        recipes: Names, recipes or tables; the others are compared with the first. None: fp32, the
+            FP8 recipes, and the configuration's own.
+        steps: Optimizer steps, before the epochs are over.
+        seeds: Runs of each recipe, with the configuration's seed and those after it.
+        out: A folder for `result.json` and `losses.csv`.
+        device: In place of the configuration's.
+        console: Where progress goes; standard error by default.
+
+    Returns: `{"runs": [...], "by_seed": [...], ...}`; a run is one recipe, and `by_seed` has the
+        same records for each seed alone, with SQNR by operand and every step's time. In a run:
+
+        - `train_loss`: mean over the last tenth of the steps; `loss`, `accuracy` (0 to 1): of the
+          evaluation rows; `accuracy_difference`: to the first recipe. All are means over the seeds;
+          `spread` holds their sample standard deviations.
+        - `sqnr`: decibels of x, w and g, mean over layers and products on one batch after training.
+        - `step_ms`: median; `step_ratio`: median of the ratios to the first recipe's same step.
+        - `saved_bytes`: kept for backward by one batch, parameters apart; `param_bytes`,
+          `optimizer_bytes`: of the tensors that exist between steps.
+        - `impl`: the resolved implementation; `curve`: the training loss of each step, mean over
+          seeds; `failure`: why a run has no numbers, else None.
+    Raises:
+        ConfigError, ValueError: As `mixprec.train.run`, and for a recipe that is named twice.
+    """
+    if seeds < 1:
+        raise ValueError(f"seeds: got {seeds}; at least one run is needed; give 1 or more")
+    base = _base(config, steps, device)
+    chosen = _chosen(base, recipes)
+    target = pick_device(base.train.device)
+    data = DATASETS[base.data.name](base.data.path)
+    with isolated_generators(target):
+        by_seed = [_one_seed(base, chosen, data, offset, console) for offset in range(seeds)]
+    emulated = any("emulated" in record["impl"] for record in by_seed[0])
+    result = {
+        "model": base.model,
+        "data": base.data.name,
+        "seeds": [base.train.seed + offset for offset in range(seeds)],
+        "timing_note": EMULATED_NOTE if emulated else None,
+        "environment": environment(target),
+        "runs": [_run(records, by_seed) for records in zip(*by_seed, strict=True)],
+        "by_seed": by_seed,
+    }
+    if out is not None:
+        folder = Path(out)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / "result.json", result)
+        _write_losses(folder / "losses.csv", result)
+    return finite(result)
+
+
+def _base(config: Config | str | Path | None, steps: int | None, device: str | None) -> Config:
+    if config is None:
+        config = Config(train=TrainConfig(epochs=DEFAULT_EPOCHS))
+    elif not isinstance(config, Config):
+        config = load(config)
+    table = config_table(config)
+    table["train"] |= {"steps": steps} if steps is not None else {}
+    table["train"] |= {"device": device} if device is not None else {}
+    return from_dict(table)
+
+
+def _chosen(base: Config, recipes: Sequence[RecipeTable | Recipe] | None) -> dict[str, RecipeTable]:
+    if recipes is not None and not recipes:
+        raise ValueError("recipes: got none; a comparison needs one at least; name some")
+    asked = [*DEFAULT_RECIPES, base.recipe] if recipes is None else list(recipes)
+    chosen: dict[str, RecipeTable] = {}
+    for entry in asked:
+        table = entry.to_dict() if isinstance(entry, Recipe) else entry
+        recipe = from_dict({"recipe": table}).recipe
+        label = recipe_label(recipe)
+        if label in chosen and recipes is not None:
+            raise ValueError(f"recipes: got {label} twice; each is run once; leave one out")
+        chosen.setdefault(label, recipe)
+    return chosen
+
+
+def _one_seed(
+    base: Config,
+    recipes: Mapping[str, RecipeTable],
+    data: Dataset,
+    offset: int,
+    console: Console | None,
+) -> list[dict[str, Any]]:
+    train = replace(base.train, seed=base.train.seed + offset)
+    contenders = [
+        _Contender(label=label, trainer=Trainer(replace(base, recipe=recipe, train=train), data))
+        for label, recipe in recipes.items()
+    ]
+    total = contenders[0].trainer.total
+    log_every = max(base.train.log_every, total // 10)
+    with ProgressLines(total, console) as lines:
+        for done in range(1, total + 1):
+            # Whoever goes first finds other caches than the rest, so each does in turn.
+            first = done % len(contenders)
+            for contender in contenders[first:] + contenders[:first]:
+                contender.step()
+            losses = ", ".join(f"{c.label} {c.losses[-1]:.4f}" for c in contenders if c.losses)
+            show = lines.status if done % log_every == 0 or done == total else lines.advance
+            show(done, f"seed {train.seed} step {done} of {total}: {losses}")
+    return [contender.record() for contender in contenders]
+
+
+def _scores(trainer: Trainer) -> dict[str, Any]:
+    score = trainer.evaluate()
+    saved, decibels = _probe(trainer)
+    return {
+        "loss": score.loss,
+        "accuracy": score.accuracy,
+        "saved_bytes": saved,
+        "sqnr": decibels,
+    }
+
+
+def _probe(trainer: Trainer) -> tuple[int, dict[str, float | None]]:
+    """Bytes kept for backward, and each operand's mean SQNR, from one batch; no update follows."""
+    inputs, targets = trainer.batches(0)[0]
+    met: list[tuple[QuantizedLinear, Tensor, list[Tensor]]] = []
+
+    def note(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        assert isinstance(module, QuantizedLinear)
+        grads: list[Tensor] = []
+        met.append((module, args[0].detach(), grads))
+        output.register_hook(grads.append)
+
+    quantized = [m for m in trainer.model.modules() if isinstance(m, QuantizedLinear)]
+    handles = [module.register_forward_hook(note) for module in quantized]
+    with saved_bytes(trainer.model.parameters()) as saved:
+        loss = trainer.loss_of(inputs, targets)
+    loss.backward()
+    for handle in handles:
+        handle.remove()
+    decibels: dict[str, list[float]] = {operand: [] for operand in OPERAND_KINDS}
+    for module, x, grads in met:
+        for operand, (exact, used) in module.quantized_operands(x, grads[0]).items():
+            if isinstance(used, QuantizedTensor):
+                decibels[operand].append(sqnr_db(exact, used.dequantize()))
+    return saved.activation_bytes, {name: _mean(values) for name, values in decibels.items()}
+
+
+def _run(
+    records: Sequence[dict[str, Any]], by_seed: Sequence[Sequence[dict[str, Any]]]
+) -> dict[str, Any]:
+    """One recipe's entry from its record under each seed and those of the first recipe."""
+    firsts = [contenders[0] for contenders in by_seed]
+    for record, first in zip(records, firsts, strict=True):
+        record["accuracy_difference"] = _difference(record["accuracy"], first["accuracy"])
+    pairs = list(zip(records, firsts, strict=True))
+    ratios = [a / b for r, f in pairs for a, b in zip(r["step_ms"], f["step_ms"], strict=True)]
+    failure = next((r["failure"] for r in records if r["failure"]), None)
+    ratio_known = not failure and not any(first["failure"] for first in firsts)
+    last = records[-1]
+    return {
+        "recipe": last["recipe"],
+        "impl": last["impl"],
+        **{key: _mean([r[key] for r in records]) for key in _OVER_SEEDS},
+        "sqnr": {kind: _mean(_of_kind(kind, records)) for kind in "xwg"},
+        "step_ms": None if failure else statistics.median(t for r in records for t in r["step_ms"]),
+        "step_ratio": statistics.median(ratios) if ratio_known else None,
+        "saved_bytes": last["saved_bytes"],
+        "param_bytes": last["param_bytes"],
+        "optimizer_bytes": last["optimizer_bytes"],
+        "failure": failure,
+        "spread": {key: _deviation([r[key] for r in records]) for key in _OVER_SEEDS},
+        "curve": _mean_curve([r["curve"] for r in records]),
+    }
+
+
+def _of_kind(kind: str, records: Sequence[Mapping[str, Any]]) -> list[float]:
+    """The SQNR of x, w or g in each product that quantises it, under each seed."""
+    operands = [name for name, its_kind in OPERAND_KINDS.items() if its_kind == kind]
+    found = [record["sqnr"][name] for record in records for name in operands]
+    return [decibels for decibels in found if decibels is not None]
+
+
+def _mean_curve(curves: Sequence[Sequence[float]]) -> dict[str, list[Any]]:
+    # As long as the shortest: a mean over fewer seeds would jump where a run failed.
+    losses = [statistics.fmean(values) for values in zip(*curves, strict=False)]
+    return {"step": list(range(1, len(losses) + 1)), "loss": losses}
+
+
+def _difference(value: float | None, base: float | None) -> float | None:
+    return None if value is None or base is None else value - base
+
+
+def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known and len(known) == len(values) else None
+
+
+def _deviation(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.stdev(known) if len(known) == len(values) and len(known) > 1 else None
+
+
+def _write_losses(path: Path, result: Mapping[str, Any]) -> None:
+    """One row a seed and step, one column a recipe; empty where a run had failed by then."""
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["seed", "step", *(entry["recipe"] for entry in result["runs"])])
+        for seed, records in zip(result["seeds"], result["by_seed"], strict=True):
+            rows = zip_longest(*(record["curve"] for record in records), fillvalue="")
+            writer.writerows([seed, step, *losses] for step, losses in enumerate(rows, start=1))

@@ -1,0 +1,308 @@
+"""The configuration of a training run: frozen dataclasses, and the one edge where they are checked.
+
+A file is TOML; `load` reads it, applies `section.key=value` settings over it, and either returns a
+whole `Config` or raises one `ConfigError` that lists every mistake, a line each.
+"""
+
+import dataclasses
+import difflib
+import inspect
+import json
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar
+
+import torch
+from pydantic import ConfigDict, Field, PlainValidator, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
+
+from mixprec.formats import lookup
+from mixprec.gemm.api import IMPLS
+from mixprec.recipes import Recipe, get_recipe
+from mixprec.train.data import DATASETS
+from mixprec.train.models import MODELS
+
+OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = MappingProxyType(
+    {
+        "adadelta": torch.optim.Adadelta,
+        "adam": torch.optim.Adam,
+        "adamw": torch.optim.AdamW,
+        "sgd": torch.optim.SGD,
+    }
+)
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+_RECIPE_FIELDS = {"base", *(entry.name for entry in dataclasses.fields(Recipe))}
+_DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
+
+RecipeTable = str | dict[str, Any]
+RecipeChoice = Recipe | dict[str, Recipe]
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used; the text has one line for each mistake."""
+
+
+def resolve_recipe(choice: RecipeTable) -> RecipeChoice:
+    """The recipe that a configuration asks for.
+
+    Args:
+        choice: A recipe's name; a table of a recipe's own fields (`base` names the recipe that it
+            changes); or a table from name patterns to either, first match wins.
+
+    Raises:
+        ValueError: An unknown name or field; the message names the nearest.
+    """
+    if isinstance(choice, str):
+        return get_recipe(choice)
+    if choice.keys() & _RECIPE_FIELDS:
+        return Recipe.from_dict(choice)
+    return {pattern: _one_recipe(value) for pattern, value in choice.items()}
+
+
+def recipe_label(choice: RecipeTable) -> str:
+    """A short name for what `resolve_recipe` takes, for tables and records."""
+    recipe = resolve_recipe(choice)
+    if isinstance(recipe, dict):
+        return "by layer: " + ", ".join(dict.fromkeys(map(str, recipe.values())))
+    return str(recipe)
+
+
+def _one_recipe(choice: RecipeTable) -> Recipe:
+    return get_recipe(choice) if isinstance(choice, str) else Recipe.from_dict(choice)
+
+
+def _checked_recipe(value: Any) -> Any:
+    if not isinstance(value, str | dict) or not value:
+        raise ValueError(f"recipe: got {value!r}; a recipe is a name or a table; name one")
+    try:
+        resolve_recipe(value)
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"recipe: got {value!r}; {error}") from error
+    return value
+
+
+def _one_of(path: str, table: Mapping[str, Any]) -> PlainValidator:
+    def check(value: Any) -> str:
+        if not isinstance(value, str):
+            raise ValueError(f"{path}: got {value!r}; a name is text; use {', '.join(table)}")
+        lookup(path, value, table, {})
+        return value.lower()
+
+    return PlainValidator(check)
+
+
+def _checked_device(value: Any) -> str:
+    if not isinstance(value, str) or not _DEVICE.fullmatch(value):
+        raise ValueError(f"train.device: got {value!r}; use auto, cpu, mps, cuda or cuda:N")
+    return value
+
+
+def _checked_compile(value: Any) -> bool | str:
+    if isinstance(value, bool) or value in COMPILE_MODES:
+        return value
+    modes = ", ".join(COMPILE_MODES)
+    raise ValueError(f"train.compile: got {value!r}; use true, false or a mode: {modes}")
+
+
+class _Section:
+    __slots__ = ()
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid", strict=True)
+
+
+Count = Annotated[int, Field(ge=1)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertConfig(_Section):
+    """Which linear layers the recipe reaches; the arguments of `mixprec.convert`."""
+
+    skip: tuple[str, ...] = ()
+    include: tuple[str, ...] = ()
+    multiple_of: Count | None = None
+    keep_last: Annotated[int, Field(ge=0)] = 0
+    impl: Annotated[str, _one_of("convert.impl", dict.fromkeys(("auto", *IMPLS)))] = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig(_Section):
+    """name: an entry of DATASETS; path: a folder instead of the built-in source; sizes in rows."""
+
+    name: Annotated[str, _one_of("data.name", DATASETS)] = "mnist"
+    path: str | None = None
+    batch_size: Count = 64
+    eval_batch_size: Count = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerConfig(_Section):
+    """lr is multiplied by gamma after each epoch; options are the optimizer's own arguments."""
+
+    name: Annotated[str, _one_of("optimizer.name", OPTIMIZERS)] = "adadelta"
+    lr: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    gamma: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.7
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig(_Section):
+    """How long, from which seed and where.
+
+    steps: optimizer steps at which to stop, before the epochs are over; accumulate: batches summed
+    into one optimizer step; clip_norm: the largest L2 norm of the gradient; dry_run: one optimizer
+    step and one evaluation batch, nothing written.
+    """
+
+    epochs: Count = 14
+    steps: Count | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 1
+    device: Annotated[str, PlainValidator(_checked_device)] = "auto"
+    compile: Annotated[bool | str, PlainValidator(_checked_compile)] = False
+    accumulate: Count = 1
+    clip_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    log_every: Count = 10
+    dry_run: bool = False
+    save_model: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointConfig(_Section):
+    """every: optimizer steps between checkpoints, None for each epoch's end; keep: newest kept."""
+
+    every: Count | None = None
+    keep: Count = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config(_Section):
+    """One run: a model, the recipe of its products, and how it is trained."""
+
+    model: Annotated[str, _one_of("model", MODELS)] = "mnist_cnn"
+    recipe: Annotated[RecipeTable, PlainValidator(_checked_recipe)] = "fp32"
+    convert: ConvertConfig = ConvertConfig()
+    data: DataConfig = DataConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    train: TrainConfig = TrainConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+
+def load(path: str | Path | None = None, settings: Sequence[str] = ()) -> Config:
+    """The configuration in a TOML file, with `section.key=value` settings over it.
+
+    Args:
+        path: The file; None for the defaults.
+        settings: Each value is TOML, or text where it is not (`train.device=cpu`).
+
+    Raises:
+        ConfigError: The file cannot be read, or some values cannot be used; all are listed.
+    """
+    table = {} if path is None else _read_toml(Path(path))
+    for setting in settings:
+        _apply(table, setting)
+    return from_dict(table)
+
+
+def from_dict(table: Mapping[str, Any]) -> Config:
+    """A checked Config from nested tables. Raises ConfigError that lists every mistake."""
+    try:
+        # Through JSON, so that strict checks accept a list for a tuple and a table for a section.
+        config: Config = TypeAdapter(Config).validate_json(json.dumps(table, default=str))
+    except ValidationError as error:
+        raise ConfigError("\n".join(_line(entry) for entry in error.errors())) from error
+    _check_options(config.optimizer)
+    return config
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """Nested tables of every field that has a value; `from_dict` takes them back."""
+    return _without_none(dataclasses.asdict(config))
+
+
+def to_toml(config: Config) -> str:
+    """The whole configuration, defaults included, as TOML that `load` reads back equal."""
+    table = to_dict(config)
+    sections = {key: value for key, value in table.items() if isinstance(value, dict)}
+    lines = [f"{key} = {_value(table[key])}" for key in table if key not in sections]
+    for name, section in sections.items():
+        lines += ["", f"[{name}]", *(f"{_key(key)} = {_value(section[key])}" for key in section)]
+    return "\n".join(lines) + "\n"
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        reason = f"cannot be read ({error.strerror}); give the path of a TOML file"
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        reason = f"is not TOML: {error}; correct it"
+    raise ConfigError(f"config: got {path}; {reason}")
+
+
+def _apply(table: dict[str, Any], setting: str) -> None:
+    path, equals, text = setting.partition("=")
+    *sections, key = (part.strip() for part in path.split("."))
+    if not equals or not key:
+        raise ConfigError(f"set: got {setting!r}; a setting reads section.key=value; write it so")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()
+    for section in sections:
+        table = table.setdefault(section, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"set: got {setting!r}; {section} is a value, not a table; set it")
+    table[key] = value
+
+
+def _line(error: ErrorDetails) -> str:
+    """One mistake as `path: got value; rule`; checks of our own bring their whole line."""
+    path = ".".join(map(str, error["loc"]))
+    if error["type"] == "value_error":
+        return str(error["ctx"]["error"])
+    if error["type"] == "unexpected_keyword_argument":
+        return _unknown(path, _keys_beside(error["loc"]))
+    return f"{path}: got {error['input']!r}; {error['msg'][:1].lower()}{error['msg'][1:]}"
+
+
+def _unknown(path: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(path.rpartition(".")[2], known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}"
+    return f"{path}: unknown key; {hint}"
+
+
+def _keys_beside(path: tuple[int | str, ...]) -> list[str]:
+    section: Any = Config()
+    for part in path[:-1]:
+        section = getattr(section, str(part))
+    return [entry.name for entry in dataclasses.fields(section)]
+
+
+def _check_options(optimizer: OptimizerConfig) -> None:
+    known = list(inspect.signature(OPTIMIZERS[optimizer.name]).parameters)[2:]
+    unknown = [key for key in optimizer.options if key not in known]
+    if unknown:
+        raise ConfigError("\n".join(_unknown(f"optimizer.options.{key}", known) for key in unknown))
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_none(entry) for key, entry in value.items() if entry is not None}
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _value(name)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, dict):
+        return (
+            "{" + ", ".join(f"{_key(key)} = {_value(entry)}" for key, entry in value.items()) + "}"
+        )
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_value, value)) + "]"
+    # TOML has JSON's true, false and escapes; its inf and nan are Python's.
+    return repr(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,117 @@
+"""What a run leaves behind and what it shows: a folder of records, and lines or a progress bar.
+
+A run folder holds `config.toml` (resolved), `environment.json`, `metrics.jsonl` (one JSON object a
+line: a training step has `loss`, an evaluation `eval_loss`), `result.json` and checkpoints.
+"""
+
+import json
+import math
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """What the numbers of a run depend on besides its configuration."""
+    record: dict[str, Any] = {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "platform": platform.platform(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "cpu_count": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "device": str(device),
+    }
+    if device.type == "cuda":
+        record["gpu"] = torch.cuda.get_device_name(device)
+        record["capability"] = torch.cuda.get_device_capability(device)
+    return record
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Strict JSON: a float that is not finite becomes null, since JSON has no name for it."""
+    path.write_text(json.dumps(finite(value), indent=1, allow_nan=False) + "\n")
+
+
+def finite(value: Any) -> Any:
+    """The same nested data with None for each float that is not finite."""
+    if isinstance(value, Mapping):
+        return {key: finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class ProgressLines:
+    """A progress bar on a terminal; elsewhere plain lines, one for each message."""
+
+    def __init__(self, total: int, console: Console | None = None) -> None:
+        self.console = console or Console(file=sys.stderr)
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=self.console,
+            disable=not self.console.is_terminal,
+            transient=True,
+        )
+        self._task = self._bar.add_task("", total=total)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bar.stop()
+
+    def advance(self, done: int, text: str) -> None:
+        """Move the bar to `done` units, with a text beside it; no output off a terminal."""
+        self._bar.update(self._task, completed=done, description=text)
+
+    def line(self, text: str) -> None:
+        """A message that stays."""
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def status(self, done: int, text: str) -> None:
+        """A message that the bar replaces: the bar's text on a terminal, a line elsewhere."""
+        self.advance(done, text)
+        if not self.console.is_terminal:
+            self.line(text)
+
+
+class Metrics:
+    """`metrics.jsonl`, line by line; a resumed run drops the lines after its checkpoint first."""
+
+    def __init__(self, path: Path | None, resumed_at: int = 0) -> None:
+        self._path = path
+        if path is not None:
+            kept = path.read_text().splitlines() if resumed_at and path.exists() else []
+            path.write_text("".join(f"{line}\n" for line in kept if _step(line) <= resumed_at))
+
+    def write(self, **record: Any) -> None:
+        """Append one object; each has `step`, the optimizer steps done when it was written."""
+        if self._path is not None:
+            with self._path.open("a") as file:
+                file.write(json.dumps(finite(record), allow_nan=False) + "\n")
+
+
+def _step(line: str) -> float:
+    # A line cut off by a crash is dropped with those after the checkpoint.
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf

@@ -1,0 +1,182 @@
+"""A whole training run: steps, evaluations, checkpoints, and the records in the run's folder."""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+
+from mixprec.train import checkpoint
+from mixprec.train.config import Config, load, recipe_label, to_toml
+from mixprec.train.log import Metrics, ProgressLines, environment, write_json
+from mixprec.train.trainer import NonFiniteError, Trainer, isolated_generators, pick_device
+
+_CHECKPOINTS = "checkpoints"
+_METRICS = "metrics.jsonl"
+_MODEL = "model.pt"
+
+
+class Preempted(Exception):
+    """The run was asked to stop; `path` is the checkpoint that it saved first."""
+
+    def __init__(self, path: Path | None) -> None:
+        saved = f"a checkpoint is in {path}" if path else "nothing was saved: the run has no folder"
+        super().__init__(f"stopped on request; {saved}")
+        self.path = path
+
+
+def run(
+    config: Config | str | Path,
+    *,
+    out: str | Path | None = None,
+    resume: str | Path | None = None,
+    stop: Callable[[], bool] = lambda: False,
+    console: Console | None = None,
+) -> dict[str, Any]:
+    """Train a model as a configuration says.
+
+    Args:
+        config: A Config, or the path of a TOML file.
+        out: The run's folder; None (and a dry run) leaves nothing on disk.
+        resume: A checkpoint's folder, or "auto" for the newest whole one in `out`.
+        stop: Asked after each step; true saves a checkpoint and raises Preempted.
+        console: Where progress goes; standard error by default.
+
+    Returns: The content of `result.json`: `loss` and `accuracy` of the last evaluation,
+        `train_loss` of the last step, `step_ms` the median step of this process, and what ran.
+    Raises:
+        ConfigError: The configuration cannot be used.
+        ValueError: `out` holds another run, or the checkpoint is damaged or of another run.
+        NonFiniteError: A loss was not finite; checkpoints saved before it are kept.
+        Preempted: `stop` said so.
+    """
+    if not isinstance(config, Config):
+        config = load(config)
+    folder = None if out is None or config.train.dry_run else Path(out)
+    _check_folder(folder, resume)
+    device = pick_device(config.train.device)
+    with isolated_generators(device):
+        trainer = Trainer(config)
+        with ProgressLines(trainer.total, console) as lines:
+            _resume(trainer, folder, resume, lines)
+            if folder is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
+                write_json(folder / "environment.json", environment(device))
+            metrics = Metrics(folder and folder / _METRICS, resumed_at=trainer.done)
+            return _Run(trainer=trainer, folder=folder, metrics=metrics, lines=lines).all(stop)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    trainer: Trainer
+    folder: Path | None
+    metrics: Metrics
+    lines: ProgressLines
+
+    def all(self, stop: Callable[[], bool]) -> dict[str, Any]:
+        self.lines.line(
+            f"{self.trainer.config.model}, {self.trainer.device}\n{self.trainer.report}"
+        )
+        started, step_ms = time.perf_counter(), []
+        try:
+            while self.trainer.done < self.trainer.total:
+                step_ms.append(self._step())
+                saved = self._save() if self._is_due() else None
+                if stop() and self.trainer.done < self.trainer.total:
+                    raise Preempted(saved or self._save())
+            result = self._result(step_ms, time.perf_counter() - started)
+        except NonFiniteError as error:
+            self.metrics.write(step=error.step, error=str(error))
+            raise
+        return result
+
+    def _step(self) -> float:
+        """One optimizer step with its records; milliseconds."""
+        trainer = self.trainer
+        started = time.perf_counter()
+        record = trainer.step()
+        milliseconds = 1e3 * (time.perf_counter() - started)
+        text = f"epoch {record.epoch + 1} step {record.step} loss {record.loss:.4f}"
+        if record.step % trainer.config.train.log_every == 0 or record.step == trainer.total:
+            self.metrics.write(**asdict(record), step_ms=milliseconds)
+            self.lines.status(record.step, text)
+        else:
+            self.lines.advance(record.step, text)
+        if record.step % trainer.steps_per_epoch == 0 and record.step < trainer.total:
+            self._evaluate()
+        return milliseconds
+
+    def _evaluate(self) -> dict[str, float]:
+        trainer, score = self.trainer, self.trainer.evaluate()
+        self.metrics.write(step=trainer.done, eval_loss=score.loss, accuracy=score.accuracy)
+        self.lines.line(
+            f"step {trainer.done}: evaluation loss {score.loss:.4f}, "
+            f"accuracy {100 * score.accuracy:.2f} %"
+        )
+        return {"loss": score.loss, "accuracy": score.accuracy}
+
+    def _is_due(self) -> bool:
+        trainer = self.trainer
+        every = trainer.config.checkpoint.every or trainer.steps_per_epoch
+        return trainer.done % every == 0 or trainer.done == trainer.total
+
+    def _save(self) -> Path | None:
+        trainer = self.trainer
+        # A dry run is whole only if the state can be saved, so it is collected there too.
+        state = trainer.state()
+        if self.folder is None:
+            return None
+        keep = trainer.config.checkpoint.keep
+        return checkpoint.save(self.folder / _CHECKPOINTS, trainer.done, state, keep=keep)
+
+    def _result(self, step_ms: list[float], seconds: float) -> dict[str, Any]:
+        trainer, config = self.trainer, self.trainer.config
+        result = {
+            "model": config.model,
+            "recipe": recipe_label(config.recipe),
+            "impl": trainer.impl,
+            "device": str(trainer.device),
+            "seed": config.train.seed,
+            "steps": trainer.done,
+            "train_loss": trainer.loss,
+            **self._evaluate(),
+            "step_ms": median(step_ms) if step_ms else None,
+            "seconds": seconds,
+        }
+        if self.folder is not None:
+            write_json(self.folder / "result.json", result)
+            if config.train.save_model:
+                trainer.save_model(self.folder / _MODEL)
+        return result
+
+
+def _check_folder(folder: Path | None, resume: str | Path | None) -> None:
+    if folder is None and resume == "auto":
+        raise ValueError("resume: got 'auto' without a run folder; it looks there; give out")
+    if folder is not None and resume is None and (folder / _METRICS).exists():
+        raise ValueError(
+            f"out: got {folder}; it holds another run; pass --resume auto to go on with it, or "
+            "another folder"
+        )
+
+
+def _resume(
+    trainer: Trainer, folder: Path | None, resume: str | Path | None, lines: ProgressLines
+) -> None:
+    if resume is None:
+        return
+    if resume != "auto":
+        state = checkpoint.load(Path(resume))
+    else:
+        assert folder is not None  # _check_folder
+        found = checkpoint.newest(folder / _CHECKPOINTS, lines.line)
+        if found is None:
+            lines.line(f"no whole checkpoint in {folder}: starting from the beginning")
+            return
+        state = found
+    trainer.load_state(state)
+    lines.line(f"resumed after step {trainer.done} of {trainer.total}")

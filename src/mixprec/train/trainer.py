@@ -1,0 +1,360 @@
+"""A `Trainer`: one model in training, and the steps that it takes.
+
+Step n of a run depends on the configuration and on the state after step n - 1, and on nothing else:
+the order of the data comes from (seed, epoch), the generators that dropout draws from are seeded by
+(seed, n), and a checkpoint holds the rest. A resumed run therefore equals the uninterrupted one bit
+for bit (on a CPU; on a GPU as far as its kernels are deterministic).
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mixprec import nn as layers
+from mixprec.train import checkpoint
+from mixprec.train.config import OPTIMIZERS, Config, resolve_recipe, to_dict
+from mixprec.train.data import DATASETS, Dataset, Split, epoch_order, stream_seed
+from mixprec.train.models import MODELS
+
+# A resumed run may go on longer, elsewhere, or be recorded otherwise; all else shapes its numbers.
+_MAY_CHANGE = {
+    "train.epochs",
+    "train.steps",
+    "train.device",
+    "train.compile",
+    "train.log_every",
+    "train.save_model",
+    "data.path",
+    "data.eval_batch_size",
+    "checkpoint.every",
+    "checkpoint.keep",
+}
+
+
+class NonFiniteError(ArithmeticError):
+    """Training met a NaN or an infinity: at `step`, first in the tensor that `tensor` names."""
+
+    def __init__(self, step: int, what: str, tensor: str) -> None:
+        super().__init__(
+            f"step {step}: {what} is not finite; the first tensor at fault is {tensor}"
+        )
+        self.step = step
+        self.tensor = tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """loss: the mean over the step's rows, before its update; grad_norm: before clipping."""
+
+    step: int
+    epoch: int
+    loss: float
+    lr: float
+    grad_norm: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """loss: the mean over the evaluation rows; accuracy: the share that is right, in [0, 1]."""
+
+    loss: float
+    accuracy: float
+
+
+def pick_device(name: str) -> torch.device:
+    """The device of a name; `auto` is CUDA where there is one, else the CPU.
+
+    Raises: ValueError: This machine has no such device.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    available = {
+        "cpu": 1,
+        "cuda": torch.cuda.device_count(),
+        "mps": int(torch.backends.mps.is_available()),
+    }[device.type]
+    if (device.index or 0) >= available:
+        raise ValueError(
+            f"train.device: got {name!r}; this machine, with torch {torch.__version__}, has "
+            f"{available} {device.type} devices; use auto or cpu"
+        )
+    return device
+
+
+class Trainer:
+    """One model in training, with everything that a step reads or changes.
+
+    Args:
+        config: What to train and how.
+        dataset: The data, where it is already loaded; else the configuration's.
+
+    Attributes:
+        model: The converted model; `report` says what the conversion did.
+        done: Optimizer steps taken so far, of `total`.
+        loss: The training loss of the last one; NaN before the first.
+    """
+
+    def __init__(self, config: Config, dataset: Dataset | None = None) -> None:
+        self.config = config
+        self.device = pick_device(config.train.device)
+        data = dataset or DATASETS[config.data.name](config.data.path)
+        self.train_rows = _on(self.device, data.train)
+        self.evaluation_rows = _on(self.device, data.evaluation)
+        entry = MODELS[config.model]
+        self._loss = entry.loss
+        torch.manual_seed(config.train.seed)
+        self.model = entry.build().to(self.device)
+        self.report = _convert(self.model, config)
+        self.optimizer = OPTIMIZERS[config.optimizer.name](
+            self.model.parameters(),
+            lr=config.optimizer.lr,  # type: ignore[call-arg]
+            **config.optimizer.options,
+        )
+        self._scheduler = torch.optim.lr_scheduler.StepLR(
+            self.optimizer, step_size=1, gamma=config.optimizer.gamma
+        )
+        self._attachment = layers.attach(self.model, self.optimizer)
+        self._forward = _compiled(self.model, config.train.compile)
+        self._epoch_order = (-1, torch.empty(0))
+        self.done = 0
+        self.loss = math.nan
+
+    @property
+    def steps_per_epoch(self) -> int:
+        rows = self.config.data.batch_size * self.config.train.accumulate
+        return math.ceil(len(self.train_rows) / rows)
+
+    @property
+    def total(self) -> int:
+        if self.config.train.dry_run:
+            return 1
+        steps = self.config.train.epochs * self.steps_per_epoch
+        return min(steps, self.config.train.steps or steps)
+
+    @property
+    def impl(self) -> str:
+        """The resolved implementations of the converted layers; `native` where none is."""
+        return ", ".join(sorted({row.impl for row in self.report.converted})) or "native"
+
+    def batches(self, step: int) -> list[tuple[Tensor, Tensor]]:
+        """The (inputs, targets) whose gradients optimizer step `step` (from 0) adds up."""
+        epoch, place = divmod(step, self.steps_per_epoch)
+        if self._epoch_order[0] != epoch:
+            seed = self.config.train.seed
+            self._epoch_order = (epoch, epoch_order(len(self.train_rows), seed, epoch))
+        size = self.config.data.batch_size
+        span = size * self.config.train.accumulate
+        rows = self._epoch_order[1][place * span : (place + 1) * span].to(self.device)
+        data = self.train_rows
+        return [(data.inputs[part], data.targets[part]) for part in rows.split(size)]
+
+    def loss_of(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """The mean loss of a batch, a scalar with gradients."""
+        return self._loss(self._forward(inputs), targets)
+
+    def step(self) -> StepRecord:
+        """Take one optimizer step.
+
+        Raises: NonFiniteError: The loss, or the gradient where it is clipped; nothing was updated.
+        """
+        epoch = self.done // self.steps_per_epoch
+        lr = self.optimizer.param_groups[0]["lr"]
+        loss = self._gradients()
+        clip = self.config.train.clip_norm
+        norm = None if clip is None else self._clip(clip)
+        self.optimizer.step()
+        self.done += 1
+        self.loss = loss
+        if self.done % self.steps_per_epoch == 0:
+            self._scheduler.step()
+        return StepRecord(step=self.done, epoch=epoch, loss=loss, lr=float(lr), grad_norm=norm)
+
+    def evaluate(self) -> Evaluation:
+        """Loss and accuracy on the evaluation rows (a dry run: on one batch of them).
+
+        Raises: NonFiniteError: The loss of a batch is not finite.
+        """
+        data, size = self.evaluation_rows, self.config.data.eval_batch_size
+        rows = min(size, len(data)) if self.config.train.dry_run else len(data)
+        loss, right = 0.0, 0
+        self.model.eval()
+        try:
+            for inputs, targets in zip(
+                data.inputs[:rows].split(size), data.targets[:rows].split(size), strict=True
+            ):
+                with torch.no_grad():
+                    output = self._forward(inputs)
+                    mean = self._loss(output, targets).item()
+                self._require_finite(mean, self.done, "the evaluation loss", inputs)
+                loss += mean * len(targets)
+                right += int((output.argmax(dim=1) == targets).sum())
+        finally:
+            self.model.train()
+        return Evaluation(loss=loss / rows, accuracy=right / rows)
+
+    def state(self) -> dict[str, Any]:
+        """Everything that the next step depends on, as a tree for `checkpoint.save`.
+
+        Raises: NonFiniteError: A parameter is not finite; such a state is not worth keeping.
+        """
+        for name, parameter in self.model.named_parameters():
+            if not parameter.isfinite().all():
+                raise NonFiniteError(self.done, "a parameter", f"parameter {name}")
+        epoch, place = divmod(self.done, self.steps_per_epoch)
+        return {
+            "model": self.model.state_dict(),
+            "numerics": layers.state_dict(self.model),
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self._scheduler.state_dict(),
+            "generators": checkpoint.generators(self.device),
+            "position": {
+                "step": self.done,
+                "epoch": epoch,
+                "step_in_epoch": place,
+                "loss": self.loss,
+            },
+            "config": to_dict(self.config),
+        }
+
+    def save_model(self, path: Path) -> None:
+        """The model's own state_dict, in a file for `torch.load(weights_only=True)`."""
+        torch.save({name: value.cpu() for name, value in self.model.state_dict().items()}, path)
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` returned.
+
+        Raises: ValueError: It is the state of another run; each difference has a line.
+        """
+        _same_run(state["config"], to_dict(self.config))
+        self.model.load_state_dict(state["model"])
+        layers.load_state_dict(self.model, state["numerics"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self._scheduler.load_state_dict(state["scheduler"])
+        checkpoint.set_generators(state["generators"], self.device)
+        self.done = state["position"]["step"]
+        self.loss = state["position"]["loss"]
+
+    def _gradients(self) -> float:
+        """Gradients of the step's mean loss, whatever the batches it is made of; the loss."""
+        batches = self.batches(self.done)
+        rows = sum(len(targets) for _, targets in batches)
+        torch.manual_seed(stream_seed("step", self.config.train.seed, self.done))
+        self.optimizer.zero_grad()
+        total = 0.0
+        for inputs, targets in batches:
+            loss = self.loss_of(inputs, targets) * (len(targets) / rows)
+            value = loss.item()
+            self._require_finite(value, self.done + 1, "the loss", inputs)
+            loss.backward()
+            total += value
+        return total
+
+    def _require_finite(self, value: float, step: int, what: str, inputs: Tensor) -> None:
+        if not math.isfinite(value):
+            raise NonFiniteError(step, what, first_fault(self.model, inputs) or "the loss itself")
+
+    def _clip(self, largest: float) -> float:
+        """Scale the gradients so that their L2 norm, taken in float32, is at most `largest`."""
+        named = [(n, p.grad) for n, p in self.model.named_parameters() if p.grad is not None]
+        norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for _, grad in named]
+        norm = torch.linalg.vector_norm(torch.stack(norms)).item() if norms else 0.0
+        if not math.isfinite(norm):
+            bad = [
+                name for (name, _), part in zip(named, norms, strict=True) if not part.isfinite()
+            ]
+            fault = f"gradient {bad[0]}" if bad else "the sum over all gradients"
+            raise NonFiniteError(self.done + 1, "the gradient's norm", fault)
+        if norm > largest:
+            torch._foreach_mul_([grad for _, grad in named], largest / norm)
+        return norm
+
+
+def first_fault(model: nn.Module, inputs: Tensor) -> str | None:
+    """Name the first tensor of a forward pass that is not finite: input, parameter or output.
+
+    Runs the model once more on the inputs; modules are taken in the order in which they finish.
+    """
+    if not inputs.isfinite().all():
+        return "the input batch"
+    found: list[str] = []
+
+    def look(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, _: Any, output: Any) -> None:
+            if found or not isinstance(output, Tensor) or output.isfinite().all():
+                return
+            own = module.named_parameters(recurse=False)
+            bad = [key for key, parameter in own if not parameter.isfinite().all()]
+            path = f"{name}." if name else ""
+            found.append(f"parameter {path}{bad[0]}" if bad else f"output of {name or 'the model'}")
+
+        return hook
+
+    handles = [module.register_forward_hook(look(n)) for n, module in model.named_modules()]
+    try:
+        with torch.no_grad():
+            model(inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found[0] if found else None
+
+
+@contextmanager
+def isolated_generators(device: torch.device) -> Iterator[None]:
+    """Training seeds the global generators; leave them to the caller as they were."""
+    before = checkpoint.generators(device)
+    try:
+        yield
+    finally:
+        checkpoint.set_generators(before, device)
+
+
+def _on(device: torch.device, split: Split) -> Split:
+    return Split(inputs=split.inputs.to(device), targets=split.targets.to(device))
+
+
+def _convert(model: nn.Module, config: Config) -> layers.Report:
+    options = config.convert
+    return layers.convert(
+        model,
+        resolve_recipe(config.recipe),
+        skip=options.skip,
+        include=options.include,
+        multiple_of=options.multiple_of,
+        keep_last=options.keep_last,
+        impl=options.impl,
+        seed=config.train.seed,
+    )
+
+
+def _compiled(model: nn.Module, mode: bool | str) -> Callable[[Tensor], Tensor]:
+    if mode is False:
+        return model
+    return torch.compile(model, mode=None if mode is True else str(mode))
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        nested = isinstance(value, Mapping)
+        flat |= _flat(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
+    return flat
+
+
+def _same_run(saved: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
+    before, now = _flat(saved), _flat(asked)
+    changed = [
+        f"{key}: got {now.get(key)!r}; the checkpoint was made with {before.get(key)!r}; "
+        "keep that, or start a new run"
+        for key in sorted(before.keys() | now.keys())
+        if key not in _MAY_CHANGE and before.get(key) != now.get(key)
+    ]
+    if changed:
+        raise ValueError("\n".join(changed))

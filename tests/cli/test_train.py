@@ -1,0 +1,167 @@
+"""`mixprec train`: settings, exit codes, and the examples."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from train.conftest import write_idx_folder
+
+from mixprec.train.config import load
+from mixprec.train.trainer import Trainer
+
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.toml"))
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("digits")
+    file = folder / "small.toml"
+    file.write_text(
+        f'[data]\npath = "{write_idx_folder(folder)}"\nbatch_size = 8\n'
+        "[optimizer]\nlr = 0.1\n[train]\nepochs = 1\n[checkpoint]\nevery = 2\n"
+    )
+    return file
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_run(cli: Callable, config: Path) -> None:
+    code, out, err = cli("train", str(config), "--set", "recipe=rowwise", "--save-model")
+    assert (code, err) == (0, "")
+    assert "fc1" in out
+    assert "epoch 1 step 7 loss" in out
+    assert "results in runs/small" in out
+    folder = Path("runs/small")
+    assert json.loads((folder / "result.json").read_text())["recipe"] == "fp8_rowwise"
+    assert torch.load(folder / "model.pt", weights_only=True)["fc1.weight"].shape == (128, 9216)
+
+
+def test_json_is_one_document_on_standard_output(cli: Callable, config: Path) -> None:
+    code, out, err = cli("train", str(config), "--out", "here", "--json")
+    assert code == 0
+    assert json.loads(out) == json.loads(Path("here/result.json").read_text())
+    assert "epoch 1 step 7 loss" in err
+
+
+def test_resume_auto_goes_on(cli: Callable, config: Path) -> None:
+    assert cli("train", str(config), "--set", "train.steps=4").code == 0
+    code, _, err = cli("train", str(config))
+    assert code == 2
+    assert "--resume auto" in err
+    code, out, _ = cli("train", str(config), "--resume", "auto")
+    assert code == 0
+    assert "resumed after step 4 of 7" in out
+
+
+def test_dry_run_writes_nothing(cli: Callable, config: Path) -> None:
+    code, out, _ = cli("train", str(config), "--dry-run", "--set", "recipe=tensorwise")
+    assert code == 0
+    assert "epoch 1 step 1 loss" in out
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--set", "train.sed=3"], ["train.sed: unknown key; did you mean seed?"]),
+        (
+            ["--set", "train.seed=x", "--set", "data.batch_size=0"],
+            ["data.batch_size: got 0", "train.seed: got 'x'"],
+        ),
+        (["--set", "recipe=fp9"], ["recipe: got 'fp9'; unknown"]),
+        (["--set", "data.path=/nowhere"], ["data.path: got /nowhere; it has no train-images"]),
+        (["--resume", "nowhere"], ["checkpoint: got nowhere; it has no manifest.json"]),
+        (["--set", 'convert.skip=["nolayer"]'], ["skip"]),
+        (["--device", "tpu"], ["train.device: got 'tpu'"]),
+    ],
+)
+def test_wrong_input_is_a_line_each_and_code_2(
+    cli: Callable, config: Path, words: list[str], expected: list[str]
+) -> None:
+    code, _, err = cli("train", str(config), *words)
+    assert code == 2
+    assert "Traceback" not in err
+    lines = err.strip().splitlines()
+    assert len(lines) == len(expected)
+    for line, part in zip(lines, expected, strict=True):
+        assert part in line
+
+
+def test_a_device_that_is_not_there(
+    cli: Callable, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    code, _, err = cli("train", str(config), "--device", "cuda")
+    assert code == 2
+    assert err.startswith("mixprec: train.device: got 'cuda'; this machine")
+    assert len(err.splitlines()) == 1
+
+
+def test_a_missing_file(cli: Callable) -> None:
+    code, _, err = cli("train", "absent.toml")
+    assert code == 2
+    assert err.startswith("mixprec: config: got absent.toml; cannot be read")
+
+
+def test_a_non_finite_loss_is_code_3(
+    cli: Callable, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Trainer.step
+
+    def poisoned(trainer: Trainer) -> Any:
+        if trainer.done == 3:
+            with torch.no_grad():
+                trainer.model.fc2.bias.fill_(math.nan)
+        return step(trainer)
+
+    monkeypatch.setattr(Trainer, "step", poisoned)
+    code, _, err = cli("train", str(config), "--json")
+    assert code == 3
+    last = err.strip().splitlines()[-1]
+    assert last.startswith("mixprec: step 4: the loss is not finite")
+    assert "parameter fc2.bias" in last
+    assert [path.name for path in Path("runs/small/checkpoints").iterdir()] == ["step_00000002"]
+
+
+def test_sigterm_saves_a_checkpoint_and_is_code_75(
+    cli: Callable, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, step = signal.getsignal(signal.SIGTERM), Trainer.step
+
+    def interrupted(trainer: Trainer) -> Any:
+        if trainer.done == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(trainer)
+
+    monkeypatch.setattr(Trainer, "step", interrupted)
+    code, _, err = cli("train", str(config))
+    assert code == 75
+    assert "a checkpoint is in runs/small/checkpoints/step_00000003" in err
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert cli("train", str(config), "--resume", "auto").code == 0
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_take_a_step(cli: Callable, example: Path) -> None:
+    code, out, err = cli("train", str(example), "--dry-run", "--set", "data.eval_batch_size=50")
+    assert (code, err) == (0, "")
+    assert "converted" in out
+
+
+def test_there_are_examples_of_a_run_and_of_a_custom_format() -> None:
+    recipes = {path.stem: load(path).recipe for path in EXAMPLES}
+    assert recipes["mnist"] == "fp8_tensorwise"
+    custom = recipes["custom_format"]
+    assert isinstance(custom, dict)
+    assert custom["output"]["a"]["format"] == {"exponent": 4, "mantissa": 2}
