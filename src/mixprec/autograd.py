@@ -43,27 +43,29 @@ class LinearState:
     records_backward: bool = False
 
 
-def shares_values(recipe: Recipe, position: int) -> bool:
-    """Whether an operand of a later product is the transpose of its first use, value for value."""
-    spec = recipe.specs[position]
-    first = _FIRST_USE.get(position)
-    return (
-        spec is not None and first is not None and spec.is_symmetric and spec == recipe.specs[first]
+def shared_positions(recipe: Recipe) -> frozenset[int]:
+    """Operands of later products that are the transpose of their first use, value for value."""
+    specs = recipe.specs
+    return frozenset(
+        position
+        for position, first in _FIRST_USE.items()
+        if (spec := specs[position]) is not None and spec.is_symmetric and spec == specs[first]
     )
 
 
 def delayed_positions(recipe: Recipe) -> tuple[int, ...]:
     """The operands that keep a history of their own."""
+    shared = shared_positions(recipe)
     return tuple(
         position
         for position, spec in enumerate(recipe.specs)
-        if spec is not None and spec.is_delayed and not shares_values(recipe, position)
+        if spec is not None and spec.is_delayed and position not in shared
     )
 
 
 def state_position(recipe: Recipe, position: int) -> int:
     """Where the history of an operand is kept: with the operand whose values it shares."""
-    return _FIRST_USE[position] if shares_values(recipe, position) else position
+    return _FIRST_USE[position] if position in shared_positions(recipe) else position
 
 
 def quantize_operand(
@@ -85,7 +87,8 @@ def quantize_operand(
 class _Plan:
     """Everything about a call that is no tensor to save."""
 
-    recipe: Recipe
+    specs: tuple[QuantSpec | None, ...]
+    shared: frozenset[int]
     impl: str
     noise: Noise | None
     state: LinearState
@@ -94,7 +97,7 @@ class _Plan:
     def quantize(self, x: Tensor, position: int, records: bool) -> Operand:
         """The operand at a position, its amax recorded."""
         delayed = self.state.delayed[position]
-        spec = self.recipe.specs[position]
+        spec = self.specs[position]
         operand = quantize_operand(
             x.to(self.dtype) if spec is None else x, spec, position, self.noise, delayed
         )
@@ -107,7 +110,7 @@ class _Plan:
 
     def transposed(self, x: Tensor, first: Operand, position: int, records: bool) -> Operand:
         """The operand of a later product: the first one's values, or x.T quantised anew."""
-        if shares_values(self.recipe, position) and isinstance(first, QuantizedTensor):
+        if position in self.shared and isinstance(first, QuantizedTensor):
             return first.t()
         return self.quantize(x.t(), position, records)
 
@@ -141,7 +144,7 @@ class _Linear(torch.autograd.Function):
         kept_x = plan.transposed(x_MK, x, X_GRAD_WEIGHT, records) if needs_w else None
         kept_w: Operand | None = None
         if needs_x:
-            kept_w = w.t() if shares_values(plan.recipe, W_GRAD_INPUT) else w_NK
+            kept_w = w.t() if W_GRAD_INPUT in plan.shared else w_NK
         ctx.save_for_backward(*_tensors(kept_x), *_tensors(kept_w))
         ctx.plan = plan
         ctx.weight_dtype = w_NK.dtype
@@ -156,20 +159,19 @@ class _Linear(torch.autograd.Function):
         records = plan.state.records_backward
         needs_x, needs_w, needs_bias, _ = ctx.needs_input_grad
         (rows, inner, columns), saved = ctx.sizes, ctx.saved_tensors
-        specs = plan.recipe.specs
         grad_x = grad_w = grad_bias = None
         g: Operand = g_MN
-        if needs_x or shares_values(plan.recipe, G_GRAD_WEIGHT):
+        if needs_x or G_GRAD_WEIGHT in plan.shared:
             g = plan.quantize(g_MN, G_GRAD_INPUT, records)
         if needs_x:
             w: Operand
-            if shares_values(plan.recipe, W_GRAD_INPUT):
-                w = _operand(saved[3:], specs[W_GRAD_INPUT], (inner, columns))
+            if W_GRAD_INPUT in plan.shared:
+                w = _operand(saved[3:], plan.specs[W_GRAD_INPUT], (inner, columns))
             else:
                 w = plan.quantize(saved[3].t(), W_GRAD_INPUT, records)
             grad_x = plan.multiply(g, w, None, plan.dtype)
         if needs_w:
-            x = _operand(saved[:3], specs[X_GRAD_WEIGHT], (inner, rows))
+            x = _operand(saved[:3], plan.specs[X_GRAD_WEIGHT], (inner, rows))
             g_T = plan.transposed(g_MN, g, G_GRAD_WEIGHT, records)
             grad_w = plan.multiply(g_T, x, None, ctx.weight_dtype)
         if needs_bias:
@@ -183,7 +185,7 @@ def _sum_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _check(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> None:
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
         if tensor is not None and not tensor.is_floating_point():
             raise TypeError(
@@ -200,17 +202,20 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> No
         )
 
 
-def _check_state(recipe: Recipe, noise: Noise | None, state: LinearState) -> None:
-    if noise is None and any(spec is not None and spec.is_stochastic for spec in recipe.specs):
-        raise ValueError(
-            f"noise: got None; recipe {recipe} rounds stochastically; pass "
-            "noise=Noise(seed=..., step=...)"
-        )
-    if any(state.delayed[position] is None for position in delayed_positions(recipe)):
-        raise ValueError(
-            f"state: got None; recipe {recipe} has delayed scaling, whose histories live in a "
-            "converted layer; use mixprec.convert, or a recipe without a history"
-        )
+def _check_state(recipe: Recipe, plan: _Plan) -> None:
+    for position, spec in enumerate(plan.specs):
+        if spec is None:
+            continue
+        if spec.is_stochastic and plan.noise is None:
+            raise ValueError(
+                f"noise: got None; recipe {recipe} rounds stochastically; pass "
+                "noise=Noise(seed=..., step=...)"
+            )
+        if spec.is_delayed and position not in plan.shared and not plan.state.delayed[position]:
+            raise ValueError(
+                f"state: got None; recipe {recipe} has delayed scaling, whose histories live in a "
+                "converted layer; use mixprec.convert, or a recipe without a history"
+            )
 
 
 def linear(
@@ -255,11 +260,18 @@ def linear(
     """
     recipe = get_recipe(recipe)
     state = state or LinearState()
-    _check(x, weight, bias, recipe)
-    _check_state(recipe, noise, state)
+    _check(x, weight, bias)
     device_type = x.device.type
     if torch.is_autocast_enabled(device_type) and x.dtype != torch.float64:
         x = x.to(torch.get_autocast_dtype(device_type))
-    plan = _Plan(recipe=recipe, impl=check_impl(impl), noise=noise, state=state, dtype=x.dtype)
+    plan = _Plan(
+        specs=recipe.specs,
+        shared=shared_positions(recipe),
+        impl=check_impl(impl),
+        noise=noise,
+        state=state,
+        dtype=x.dtype,
+    )
+    _check_state(recipe, plan)
     out = _Linear.apply(x.reshape(-1, x.shape[-1]), weight, bias, plan)
     return out.reshape(*x.shape[:-1], weight.shape[0])

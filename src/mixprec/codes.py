@@ -8,6 +8,7 @@ A code holds sign, exponent field and mantissa field from the top bit down, as `
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -37,13 +38,16 @@ def codes_of(values: Tensor, fmt: FloatFormat) -> Tensor:
     NaN and inf in a format without codes for them give code 0: their block's scale is NaN then.
     """
     layout = LAYOUTS[values.dtype]
+    if same_exponent_range(fmt, SOURCE_FORMATS[values.dtype]):
+        codes = values.view(layout.integer) >> (layout.mantissa - fmt.mantissa)
+        codes = codes & signed((1 << fmt.bits) - 1, 8 * codes.element_size())
+        return torch.where(values.isnan(), fmt.nan_code, codes).to(code_dtype(fmt))
     magnitude = values.view(layout.integer) & layout.magnitude_mask
     codes = magnitude >> (layout.mantissa - fmt.mantissa)
-    if not same_exponent_range(fmt, SOURCE_FORMATS[values.dtype]):
-        codes = codes - ((layout.bias - fmt.bias) << fmt.mantissa)
-        steps = values.abs() * math.ldexp(1.0, fmt.mantissa - fmt.min_exponent)
-        is_subnormal = values.abs() < fmt.smallest_normal
-        codes = torch.where(is_subnormal, steps.to(layout.integer), codes)
+    codes = codes - ((layout.bias - fmt.bias) << fmt.mantissa)
+    steps = values.abs() * math.ldexp(1.0, fmt.mantissa - fmt.min_exponent)
+    is_subnormal = values.abs() < fmt.smallest_normal
+    codes = torch.where(is_subnormal, steps.to(layout.integer), codes)
     if fmt.has_inf:
         inf_code = ((1 << fmt.exponent) - 1) << fmt.mantissa
         codes = torch.where(values.isinf(), inf_code, codes)
@@ -129,13 +133,16 @@ def decode(
         )
     if packed:
         codes = unpack_nibbles(codes, fmt)
-    working = torch.float64 if dtype == torch.float64 else torch.float32
+    is_normal = fmt.min_exponent >= SOURCE_FORMATS[torch.float32].min_exponent
+    working = torch.float32 if is_normal and dtype != torch.float64 else torch.float64
     return _values_of(codes, fmt, working).to(dtype)
 
 
 def _values_of(codes: Tensor, fmt: FloatFormat, working: torch.dtype) -> Tensor:
     layout = LAYOUTS[working]
     wide = codes.to(layout.integer)
+    if same_exponent_range(fmt, SOURCE_FORMATS[working]):
+        return (wide << (layout.mantissa - fmt.mantissa)).view(working)
     magnitude = wide & ~signed(fmt.sign_mask, 64) & ((1 << fmt.bits) - 1)
     bits = magnitude << (layout.mantissa - fmt.mantissa)
     normal = (bits + ((layout.bias - fmt.bias) << layout.mantissa)).view(working)
@@ -195,13 +202,22 @@ def decode_unscaled(codes: Tensor, fmt: FloatFormat) -> tuple[Tensor, float]:
         float32 tensor and the factor, which callers fold into a scale. Where folding could
         overflow, the factor is 1 and the values are exact as they are.
     """
-    like_half = fmt.exponent < 5 or (fmt.exponent == 5 and fmt.specials == "ieee")
-    fits = fmt.bits == 8 and like_half and fmt.specials != "fnuz"
-    factor = math.ldexp(1.0, 15 - fmt.bias)
-    if not fits or factor > fmt.max or torch.compiler.is_compiling():
+    layout = None if torch.compiler.is_compiling() else _half_layout(fmt)
+    if layout is None:
         return decode(codes, fmt), 1.0
-    shift = 10 - fmt.mantissa
-    half = codes.view(torch.int8).to(torch.int16).mul_(1 << shift)
-    # widening the byte repeats its sign bit above: the copies between sign and exponent are cleared
-    half.bitwise_and_(~(((1 << 15) - 1) ^ ((1 << (fmt.exponent + 10)) - 1)))
+    shift, mask, factor = layout
+    half = codes.view(torch.int8).to(torch.int16)
+    half.bitwise_left_shift_(shift).bitwise_and_(mask)
     return half.view(torch.float16).to(torch.float32), factor
+
+
+@lru_cache(maxsize=64)
+def _half_layout(fmt: FloatFormat) -> tuple[int, int, float] | None:
+    """Shift, mask and factor that turn codes into float16; None where that does not serve."""
+    like_half = fmt.exponent < 5 or (fmt.exponent == 5 and fmt.specials == "ieee")
+    factor = math.ldexp(1.0, 15 - fmt.bias)
+    if fmt.bits != 8 or not like_half or fmt.specials == "fnuz" or factor > fmt.max:
+        return None
+    # widening the byte repeats its sign bit above: the copies between sign and exponent are cleared
+    mask = ~(((1 << 15) - 1) ^ ((1 << (fmt.exponent + 10)) - 1))
+    return 10 - fmt.mantissa, mask, factor

@@ -66,6 +66,11 @@ class FloatFormat:
                 f"specials: got 'ieee' with exponent={self.exponent}, mantissa={self.mantissa}; "
                 "inf and NaN need 2 exponent bits and 1 mantissa bit; use specials='none'"
             )
+        if self.specials == "nan" and self.exponent == 1 and self.mantissa == 0:
+            raise ValueError(
+                "specials: got 'nan' with exponent=1, mantissa=0; the only number would be 0; use "
+                "specials='none'"
+            )
         if self.exponent == 11 and self.specials != "ieee":
             raise ValueError(
                 f"specials: got {self.specials!r} with exponent=11; the top exponent would exceed "
@@ -78,8 +83,8 @@ class FloatFormat:
             )
 
     def __str__(self) -> str:
-        custom = f"e{self.exponent}m{self.mantissa}"
-        return self.name or (custom if self.specials == "none" else f"{custom}_{self.specials}")
+        sign = "" if self.signed else "u"
+        return self.name or f"{sign}e{self.exponent}m{self.mantissa}_{self.specials}"
 
     @property
     def bits(self) -> int:
@@ -126,8 +131,8 @@ class FloatFormat:
 
     @property
     def eps(self) -> float:
-        """Distance from 1 to the next larger number, 2^-mantissa."""
-        return math.ldexp(1.0, -self.mantissa)
+        """Distance from 1 to the next larger number: 2^-mantissa where 1 is a normal number."""
+        return math.ldexp(1.0, max(self.min_exponent, 0) - self.mantissa)
 
     @property
     def has_inf(self) -> bool:
@@ -245,7 +250,7 @@ def lookup(what: str, name: str, table: Mapping[str, Entry], aliases: Mapping[st
     if key in table:
         return table[key]
     near = difflib.get_close_matches(key, [*table, *aliases], n=3)
-    hint = f"did you mean {' or '.join(near)}?" if near else "nothing is near it"
+    hint = f"did you mean {' or '.join(near)}?" if near else "no name is near it;"
     raise ValueError(f"{what}: got {name!r}; unknown, {hint} choose from {', '.join(table)}")
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from mixprec.codes import codes_of, decode, pack_nibbles, unpack_nibbles
 from mixprec.formats import FloatFormat, get_format
 from mixprec.noise import Noise
-from mixprec.rounding import Rounding, round_float
+from mixprec.rounding import Rounding, can_look_at, round_float
 from mixprec.scaling import (
     SCALE_RULES,
     AmaxComputeAlgo,
@@ -185,11 +185,13 @@ class QuantizedTensor:
                 f"shape: got {tuple(self.shape)} of {self.spec.format}; only 2-D codes of one "
                 "or more bytes transpose; quantise the transposed tensor"
             )
+        free, contraction = self.spec.block
+        is_square = free == contraction
         return QuantizedTensor(
             codes=self.codes.t(),
             scale=None if self.scale is None else self.scale.t(),
             amax=None if self.amax is None else self.amax.t(),
-            spec=replace(self.spec, block=self.spec.block[::-1]),
+            spec=self.spec if is_square else replace(self.spec, block=(contraction, free)),
             shape=torch.Size(self.shape[::-1]),
         )
 
@@ -287,11 +289,6 @@ def _quantize_matrix(
     if spec.is_delayed:
         scaled = _saturate(scaled, amax * encode, spec.format)
     return _codes(scaled, spec, noise), scale, amax.to(torch.float32)
-
-
-def can_look_at(x: Tensor) -> bool:
-    """Whether reading a value of x costs nothing: not while tracing, and not on an accelerator."""
-    return not torch.compiler.is_compiling() and x.device.type == "cpu"
 
 
 def _saturate(scaled: Tensor, largest: Tensor, fmt: FloatFormat) -> Tensor:

@@ -141,8 +141,17 @@ def _working_dtype(x: Tensor, fmt: FloatFormat) -> torch.dtype:
     return torch.float64
 
 
+def can_look_at(x: Tensor) -> bool:
+    """Whether reading a value of x costs nothing: not while tracing, and not on an accelerator."""
+    return not torch.compiler.is_compiling() and x.device.type == "cpu"
+
+
 def _finish(rounded: Tensor, x: Tensor, fmt: FloatFormat, saturate: bool) -> Tensor:
     """Overflow, infinities, NaN and the sign, for magnitudes rounded without an upper end."""
+    if can_look_at(rounded) and rounded.numel() and fmt.specials != "fnuz" and fmt.signed:
+        # one look spares most tensors five passes; it is false for NaN
+        if bool(rounded.amax() <= fmt.max):
+            return rounded.copysign_(x)
     if saturate:
         rounded = rounded.clamp(max=fmt.max)
     else:

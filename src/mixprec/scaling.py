@@ -45,14 +45,13 @@ def block_amax(x: Tensor, block: Block) -> Tensor:
     if (free, contraction) == (rows, columns):
         low, high = torch.aminmax(x)
         return torch.maximum(high, -low).reshape(1, 1)
-    magnitude = x.abs()
     if free == 1 and contraction == columns:
-        return magnitude.amax(-1, keepdim=True)
+        # two reductions read x twice and still beat writing |x| once
+        return torch.maximum(x.amax(-1, keepdim=True), -x.amin(-1, keepdim=True))
     if rows % free or columns % contraction:
         # a padded 0 never exceeds an |x|, so a short last block keeps its own amax
-        padding = (0, -columns % contraction, 0, -rows % free)
-        magnitude = torch.nn.functional.pad(magnitude, padding)
-    blocks = magnitude.unflatten(1, (-1, contraction)).unflatten(0, (-1, free))
+        x = torch.nn.functional.pad(x, (0, -columns % contraction, 0, -rows % free))
+    blocks = x.abs().unflatten(1, (-1, contraction)).unflatten(0, (-1, free))
     return blocks.amax((1, 3))
 
 
@@ -65,19 +64,19 @@ def expand_blocks(per_block: Tensor, block: Block, shape: tuple[int, int]) -> Te
 
 
 def _encode_real(amax: Tensor, largest: float) -> Tensor:
-    return (largest / amax).clamp(max=_FLT_MAX).to(torch.float32).to(torch.float64)
+    return (largest / amax).clamp_(max=_FLT_MAX).to(torch.float32)
 
 
 def _encode_pow2(amax: Tensor, largest: float) -> Tensor:
-    bits = _encode_real(amax, largest).view(torch.int64)
-    return (bits & ~((1 << 52) - 1)).view(torch.float64)
+    bits = _encode_real(amax, largest).to(torch.float64).view(torch.int64)
+    return (bits & ~((1 << 52) - 1)).view(torch.float64).to(torch.float32)
 
 
 SCALE_RULES: Mapping[str, Callable[[Tensor, float], Tensor]] = MappingProxyType(
     {"real": _encode_real, "pow2": _encode_pow2}
 )
-"""Rule name -> function from amax (float64, positive) and the format's max to encode (float64
-holding a float32). ``real``: min(max / amax, FLT_MAX). ``pow2``: that with its mantissa cleared."""
+"""Rule name -> function from amax (float64, positive) and the format's max to encode (float32).
+``real``: min(max / amax, FLT_MAX). ``pow2``: that with its mantissa bits cleared."""
 
 POWER_OF_TWO_RULES = frozenset({"pow2"})
 """Rules whose scales are powers of two, so that multiplying by them is exact."""
@@ -103,9 +102,10 @@ def encode_and_scale(
     wide = amax.to(torch.float64)
     if min_amax:
         wide = wide.clamp(min=min_amax)
-    encode = SCALE_RULES[rule](wide, largest)
-    encode = torch.where(wide == 0, 1.0, torch.where(wide.isfinite(), encode, torch.nan))
-    return encode.to(torch.float32), encode.reciprocal().to(torch.float32)
+    # wide - wide is 0, or NaN where wide is not finite
+    encode = SCALE_RULES[rule](wide, largest) + (wide - wide).to(torch.float32)
+    encode = torch.where(wide == 0, 1.0, encode)
+    return encode, encode.to(torch.float64).reciprocal().to(torch.float32)
 
 
 class DelayedState(NamedTuple):

@@ -65,7 +65,7 @@ def _choose(a: Operand, b: Operand, out_dtype: torch.dtype, impl: str) -> tuple[
         if reason is not None:
             raise ValueError(f"impl: got {impl!r}; {reason}; use impl='auto' or 'emulated'")
         return impl, ["asked for"]
-    refusals = []
+    refusals: list[str] = []
     for name, module in _MODULES.items():
         reason = module.why_not(a, b, out_dtype) or module.why_slow(a, b)
         if reason is None:

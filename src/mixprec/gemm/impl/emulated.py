@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from mixprec.codes import decode_unscaled
-from mixprec.quantization import QuantizedTensor, can_look_at
+from mixprec.quantization import QuantizedTensor
+from mixprec.rounding import can_look_at
 from mixprec.scaling import POWER_OF_TWO_RULES, expand_blocks
 
 Operand = Tensor | QuantizedTensor
