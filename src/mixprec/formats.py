@@ -83,8 +83,11 @@ class FloatFormat:
             )
 
     def __str__(self) -> str:
-        sign = "" if self.signed else "u"
-        return self.name or f"{sign}e{self.exponent}m{self.mantissa}_{self.specials}"
+        if self.name:
+            return self.name
+        fields = f"{'' if self.signed else 'u'}e{self.exponent}m{self.mantissa}"
+        is_taken = fields in FORMATS and FORMATS[fields] != self
+        return f"{fields}_{self.specials}" if is_taken or self.specials != "none" else fields
 
     @property
     def bits(self) -> int:
