@@ -1,0 +1,250 @@
+"""Recipes as data: the table says what the definitions say, and plain values make any other."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import FrozenInstanceError, replace
+from typing import Any
+
+import pytest
+
+from mixprec import FORMATS, RECIPES, FloatFormat, GemmSpec, QuantSpec, Recipe
+from mixprec.recipes import OPERANDS, RECIPE_ALIASES, get_recipe, operands
+
+E4M3, E5M2, TF32 = FORMATS["e4m3"], FORMATS["e5m2"], FORMATS["tf32"]
+TENSOR, GRADIENT = QuantSpec(format=E4M3), QuantSpec(format=E5M2)
+DELAYED = QuantSpec(format=E4M3, amax_history_len=16)
+DELAYED_GRADIENT = QuantSpec(format=E5M2, amax_history_len=16)
+ROW = QuantSpec(format=E4M3, block=(1, -1), scale_rule="pow2")
+WHOLE = QuantSpec(format=E4M3, block=(-1, -1), scale_rule="pow2")
+ROUNDED = QuantSpec(format=TF32, scale_rule="none")
+
+DEFINED = {
+    "fp32": (None,) * 6,
+    "tf32": (ROUNDED,) * 6,
+    "fp8_tensorwise": (TENSOR, TENSOR, GRADIENT, TENSOR, GRADIENT, TENSOR),
+    "fp8_delayed": (DELAYED, DELAYED, DELAYED_GRADIENT, DELAYED, DELAYED_GRADIENT, DELAYED),
+    "fp8_rowwise": (ROW,) * 6,
+    "fp8_rowwise_hp_grad_weight": (ROW, ROW, ROW, WHOLE, None, None),
+}
+
+
+def table(toml: str) -> dict[str, Any]:
+    return tomllib.loads(toml)
+
+
+@pytest.mark.parametrize("name", DEFINED)
+def test_six_operands_are_those_of_the_definition(name: str) -> None:
+    assert RECIPES[name].specs == DEFINED[name]
+    assert operands(RECIPES[name]) == dict(zip(OPERANDS, DEFINED[name], strict=True))
+
+
+def test_table_has_every_recipe_of_this_stage() -> None:
+    assert set(DEFINED) <= set(RECIPES)
+    assert all(name == recipe.name and recipe.description for name, recipe in RECIPES.items())
+
+
+def test_operands_are_named_by_product_and_side() -> None:
+    assert OPERANDS == (
+        "output.a",
+        "output.b",
+        "grad_input.a",
+        "grad_input.b",
+        "grad_weight.a",
+        "grad_weight.b",
+    )
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_only_native_recipes_are_high_precision(name: str) -> None:
+    recipe = RECIPES[name]
+    assert recipe.is_high_precision == all(spec is None for spec in recipe.specs)
+    assert recipe.is_high_precision == (name == "fp32") or name not in DEFINED
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=str)
+def test_plain_values_round_trip(recipe: Recipe) -> None:
+    data = recipe.to_dict()
+    assert Recipe.from_dict(data) == recipe
+    assert Recipe.from_dict(data).to_dict() == data
+    assert isinstance(data["output"]["a"], (dict, str))
+
+
+def test_plain_values_are_plain_all_the_way() -> None:
+    def check(value: object) -> None:
+        if isinstance(value, dict):
+            assert all(isinstance(key, str) for key in value)
+            for entry in value.values():
+                check(entry)
+        elif isinstance(value, list):
+            for entry in value:
+                check(entry)
+        else:
+            assert type(value) in (str, int, float, bool)
+
+    for recipe in RECIPES.values():
+        check(recipe.to_dict())
+    custom = FloatFormat(exponent=4, mantissa=2)
+    check(Recipe(output=GemmSpec(a=QuantSpec(format=custom))).to_dict())
+
+
+@pytest.mark.parametrize(
+    "fmt",
+    [FloatFormat(exponent=4, mantissa=2), FloatFormat(exponent=3, mantissa=4, specials="ieee")],
+    ids=str,
+)
+def test_custom_format_round_trips_by_its_fields(fmt: FloatFormat) -> None:
+    spec = QuantSpec(format=fmt, block=(1, 32), rounding="stochastic", min_amax=1e-6)
+    recipe = Recipe(output=GemmSpec(a=spec, b=None), name="mine", description="a test")
+    data = recipe.to_dict()
+    assert data["output"]["b"] == "none"
+    assert data["output"]["a"]["format"]["exponent"] == fmt.exponent
+    assert Recipe.from_dict(data) == recipe
+    assert Recipe.from_dict(data).output.a == spec
+
+
+def test_base_is_changed_only_where_told() -> None:
+    data = table("""
+        base = "fp8_tensorwise"
+        output.a.format = {exponent = 4, mantissa = 2}
+        grad_weight.b = "none"
+        grad_input.a = {format = "e4m3", block = [1, -1], scale_rule = "pow2"}
+    """)
+    recipe, base = Recipe.from_dict(data), RECIPES["fp8_tensorwise"]
+    assert recipe.output.a == replace(TENSOR, format=FloatFormat(exponent=4, mantissa=2))
+    assert recipe.grad_weight.b is None
+    assert recipe.grad_input.a == ROW
+    unchanged = ("output.b", "grad_input.b", "grad_weight.a")
+    for path in unchanged:
+        assert operands(recipe)[path] == operands(base)[path]
+    assert (recipe.name, str(recipe)) == ("", "custom")
+
+
+def test_operand_fields_change_one_at_a_time() -> None:
+    data = table('base = "fp8_rowwise"\noutput.a.rounding = "stochastic"\nname = "noisy"')
+    recipe = Recipe.from_dict(data)
+    assert recipe.output.a == replace(ROW, rounding="stochastic")
+    assert recipe.output.b == ROW
+    assert str(recipe) == "noisy"
+
+
+def test_base_alone_is_the_base_and_nothing_is_high_precision() -> None:
+    assert Recipe.from_dict({"base": "rowwise"}) is RECIPES["fp8_rowwise"]
+    assert Recipe.from_dict({}).is_high_precision
+
+
+def test_quantising_a_high_precision_operand_needs_a_format() -> None:
+    data = table('base = "fp8_rowwise_hp_grad_weight"\ngrad_weight.a.format = "e5m2"')
+    assert Recipe.from_dict(data).grad_weight.a == GRADIENT
+    with pytest.raises(ValueError, match=r"grad_weight\.a: got no format; an operand that is"):
+        Recipe.from_dict({"grad_weight": {"a": {"block": [1, -1]}}})
+
+
+@pytest.mark.parametrize("alias", RECIPE_ALIASES)
+def test_alias_stands_for_a_recipe(alias: str) -> None:
+    assert get_recipe(alias) is RECIPES[RECIPE_ALIASES[alias]]
+    assert get_recipe(alias.upper()) is get_recipe(alias)
+
+
+@pytest.mark.parametrize(
+    ("alias", "name"),
+    [
+        ("tensorwise", "fp8_tensorwise"),
+        ("rowwise", "fp8_rowwise"),
+        ("rowwise_with_gw_hp", "fp8_rowwise_hp_grad_weight"),
+        ("delayed", "fp8_delayed"),
+        ("float32", "fp32"),
+        ("tfloat32", "tf32"),
+    ],
+)
+def test_names_that_people_type_resolve(alias: str, name: str) -> None:
+    assert get_recipe(alias) is RECIPES[name]
+
+
+def test_value_is_its_own_recipe() -> None:
+    recipe = Recipe(output=GemmSpec(a=ROW))
+    assert get_recipe(recipe) is recipe
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("fp8_tensorwize", "did you mean fp8_tensorwise"),
+        ("rowwice", "did you mean .*rowwise"),
+        ("fp8-delayed", "did you mean fp8_delayed"),
+        ("zebra", "no.* is near it; choose from fp32, tf32, fp8_tensorwise"),
+    ],
+)
+def test_unknown_name_is_answered_with_near_ones(name: str, near: str) -> None:
+    with pytest.raises(ValueError, match=rf"recipe: got '{name}'; unknown, {near}"):
+        get_recipe(name)
+
+
+@pytest.mark.parametrize("value", [None, 3, {"base": "fp32"}])
+def test_neither_name_nor_recipe(value: object) -> None:
+    with pytest.raises(TypeError, match=r"recipe: got .*; must be a name or a Recipe"):
+        get_recipe(value)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("data", "match"),
+    [
+        ({"outputs": {}}, r"recipe: got unknown key 'outputs'; did you mean output\?"),
+        ({"zebra": 1}, r"recipe: got unknown key 'zebra'; choose from output, grad_input"),
+        ({"output": {"c": {}}}, r"output: got unknown key 'c'; choose from a, b"),
+        ({"output": "e4m3"}, r"output: got 'e4m3'; must be a table with a and b"),
+        ({"output": {"a": "e4m3"}}, r"output\.a: got 'e4m3'; must be a table or 'none'"),
+        ({"output": {"a": {"formt": "e4m3"}}}, r"output\.a: got unknown key 'formt'; did you mean"),
+        ({"output": {"a": {"format": "e4m9"}}}, r"format: got 'e4m9'; unknown, did you mean"),
+        (
+            {"output": {"a": {"format": {"exponent": 4, "mantisa": 2}}}},
+            r"output\.a\.format: got unknown key 'mantisa'; did you mean mantissa",
+        ),
+        (
+            {"output": {"a": {"format": {"exponent": 0, "mantissa": 2}}}},
+            r"output\.a\.format\.exponent: got 0; must lie in 1\.\.11",
+        ),
+        ({"output": {"a": {"format": {"exponent": 4}}}}, r"output\.a\.format.*mantissa"),
+        ({"output": {"a": {"format": "e4m3", "block": 3}}}, r"output\.a\.block: got 3"),
+        ({"output": {"a": {"format": "e4m3", "block": [0, 1]}}}, r"output\.a\.block: got \(0, 1\)"),
+        (
+            {"output": {"a": {"format": "e4m3", "scale_rule": "pow"}}},
+            r"output\.a\.scale_rule: got 'pow'; must be one of none, real, pow2",
+        ),
+        (
+            {"output": {"a": {"format": "e4m3", "min_amax": "small"}}},
+            r"output\.a\.min_amax: got 'small'",
+        ),
+        (
+            {"output": {"a": {"format": "e4m3", "amax_history_len": "long"}}},
+            r"output\.a\.amax_history_len: got 'long'",
+        ),
+        ({"base": "fp9"}, r"recipe: got 'fp9'; unknown"),
+    ],
+)
+def test_unknown_keys_and_values_are_named_with_their_place(
+    data: dict[str, Any], match: str
+) -> None:
+    with pytest.raises(ValueError, match=match):
+        Recipe.from_dict(data)
+
+
+def test_settings_of_another_kind_of_recipe_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"output\.a\.amax_history_len: got 16 with block"):
+        Recipe.from_dict({"base": "rowwise", "output": {"a": {"amax_history_len": 16}}})
+    with pytest.raises(ValueError, match=r"output\.a\.scale_rule: got 'none' with block"):
+        Recipe.from_dict({"base": "rowwise", "output": {"a": {"scale_rule": "none"}}})
+
+
+def test_recipes_are_values() -> None:
+    assert len({*RECIPES.values(), replace(RECIPES["fp32"])}) == len(RECIPES)
+    assert replace(RECIPES["tf32"], name="other") != RECIPES["tf32"]
+    with pytest.raises(FrozenInstanceError):
+        RECIPES["fp32"].name = "changed"  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        RECIPES["new"] = RECIPES["fp32"]  # type: ignore[index]
+
+
+def test_product_takes_specs_only() -> None:
+    with pytest.raises(TypeError, match=r"b: got FloatFormat; must be a QuantSpec or None"):
+        GemmSpec(a=ROW, b=E4M3)  # type: ignore[arg-type]
