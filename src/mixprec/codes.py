@@ -205,19 +205,21 @@ def decode_unscaled(codes: Tensor, fmt: FloatFormat) -> tuple[Tensor, float]:
     layout = None if torch.compiler.is_compiling() else _half_layout(fmt)
     if layout is None:
         return decode(codes, fmt), 1.0
-    shift, mask, factor = layout
-    half = codes.view(torch.int8).to(torch.int16)
-    half.bitwise_left_shift_(shift).bitwise_and_(mask)
+    multiplier, mask, factor = layout
+    # on AVX2 a 16-bit multiplication takes a quarter of the time of a shift
+    half = codes.view(torch.int8).to(torch.int16).mul_(multiplier)
+    if mask != -1:
+        half.bitwise_and_(mask)
     return half.view(torch.float16).to(torch.float32), factor
 
 
 @lru_cache(maxsize=64)
 def _half_layout(fmt: FloatFormat) -> tuple[int, int, float] | None:
-    """Shift, mask and factor that turn codes into float16; None where that does not serve."""
+    """Multiplier, mask and factor that turn codes into float16; None where that does not serve."""
     like_half = fmt.exponent < 5 or (fmt.exponent == 5 and fmt.specials == "ieee")
     factor = math.ldexp(1.0, 15 - fmt.bias)
     if fmt.bits != 8 or not like_half or fmt.specials == "fnuz" or factor > fmt.max:
         return None
     # widening the byte repeats its sign bit above: the copies between sign and exponent are cleared
     mask = ~(((1 << 15) - 1) ^ ((1 << (fmt.exponent + 10)) - 1))
-    return 10 - fmt.mantissa, mask, factor
+    return 1 << (10 - fmt.mantissa), mask, factor

@@ -67,7 +67,7 @@ def _choose(a: Operand, b: Operand, out_dtype: torch.dtype, impl: str) -> tuple[
         return impl, ["asked for"]
     refusals: list[str] = []
     for name, module in _MODULES.items():
-        reason = module.why_not(a, b, out_dtype) or module.why_slow(a, b)
+        reason = module.why_slow(a, b) or module.why_not(a, b, out_dtype)
         if reason is None:
             return name, refusals
         refusals.append(reason)

@@ -9,6 +9,7 @@ Decoded values of up to 11 mantissa bits multiply exactly in FP32, so only the s
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 
 import torch
@@ -20,6 +21,9 @@ from mixprec.rounding import can_look_at
 from mixprec.scaling import POWER_OF_TWO_RULES, expand_blocks
 
 Operand = Tensor | QuantizedTensor
+
+# the product of two float32 scales keeps its digits in float32 above this
+_SMALLEST_FACTOR = 2.0**-100
 
 
 def why_not(a: Operand, b: Operand, out_dtype: torch.dtype) -> str | None:
@@ -42,14 +46,32 @@ def matmul(a: Operand, b: Operand, *, bias: Tensor | None, out_dtype: torch.dtyp
         if _num_slabs(a_scale) > 1 or _num_slabs(b_scale) > 1:
             out = _matmul_by_slabs(a, a_values, a_scale, b, b_values, b_scale)
         else:
-            out = a_values @ b_values.t()
-            if a_scale is not None:
-                out.mul_(a_scale)
-            if b_scale is not None:
-                out.mul_(b_scale.t())
+            out = _matmul_scaled(a_values, a_scale, b_values, b_scale)
     if bias is not None:
         out.add_(bias)
     return out.to(out_dtype)
+
+
+def _matmul_scaled(
+    a_values: Tensor, a_scale: Tensor | None, b_values: Tensor, b_scale: Tensor | None
+) -> Tensor:
+    """Scales that do not change along the contraction: after the sum, a tensor's within it."""
+    scales = [
+        scale
+        for scale in (a_scale, b_scale if b_scale is None else b_scale.t())
+        if scale is not None
+    ]
+    numbers = [scale for scale in scales if scale.numel() == 1 and can_look_at(scale)]
+    factor = math.prod(float(scale) for scale in numbers)
+    if numbers and _SMALLEST_FACTOR <= abs(factor) <= 1 / _SMALLEST_FACTOR:
+        unused = a_values.new_zeros(1)
+        out = torch.addmm(unused, a_values, b_values.t(), beta=0, alpha=factor)
+        scales = [scale for scale in scales if scale.numel() > 1]
+    else:
+        out = a_values @ b_values.t()
+    for scale in scales:
+        out.mul_(scale)
+    return out
 
 
 def _num_slabs(scale: Tensor | None) -> int:

@@ -1,0 +1,186 @@
+"""What a linear layer's forward and backward pass costs in each recipe, beside FP32 and torchao.
+
+    python benchmarks/linear_step.py                one size, every recipe, a table
+    python benchmarks/linear_step.py --check        the bars; exits with 1 when one is missed
+    python benchmarks/linear_step.py --json         one JSON document
+
+All contenders run in one process, in turns; a figure is the median over the rounds of the ratio
+to FP32 within a round, and with --processes the best process counts. Errors are signal to
+quantisation noise ratios of output, grad_input and grad_weight, against float64. The peer is
+torchao's emulation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+import mixprec
+from mixprec.measure import interleaved, sqnr_db
+
+BARS = {"fp8_tensorwise": 1.20, "fp8_delayed": 1.20, "fp8_rowwise": 1.40}
+PEERS = {"fp8_tensorwise": "tensorwise", "fp8_delayed": "tensorwise", "fp8_rowwise": "rowwise"}
+SIZES = ("1024,1024,1024", "64,9216,128", "256,192,576")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+Step = Callable[[], tuple[Tensor, Tensor, Tensor]]
+
+
+def _layer(columns: int, rows: int, dtype: torch.dtype) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(columns, rows).to(dtype)
+
+
+def _step(layer: nn.Module, x: Tensor, gradient: Tensor) -> Step:
+    def step() -> tuple[Tensor, Tensor, Tensor]:
+        out = layer(x)
+        out.backward(gradient)
+        found = (out.detach(), x.grad, layer.weight.grad)
+        x.grad = None
+        layer.zero_grad()
+        mixprec.sync_scales(layer)
+        return found
+
+    return step
+
+
+def _peers(sizes: tuple[int, int, int], x: Tensor, gradient: Tensor) -> dict[str, Step]:
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    from torchao.float8 import Float8LinearConfig
+    from torchao.float8.float8_linear import Float8Linear
+
+    found = {}
+    for name in dict.fromkeys(PEERS.values()):
+        config = Float8LinearConfig.from_recipe_name(name)
+        # its constructor takes a recipe name or settings, not both
+        object.__setattr__(config, "emulate", True)
+        layer = Float8Linear.from_float(_layer(sizes[1], sizes[2], x.dtype), config)
+        found[f"torchao {name}"] = _step(layer, x, gradient)
+    return found
+
+
+def measure(sizes: tuple[int, int, int], dtype: torch.dtype, rounds: int) -> dict[str, Any]:
+    """Ratios to FP32 and errors of every contender at one size, in this process."""
+    # one freed block of this size lifts glibc's thresholds: later blocks stay mapped, for everyone
+    torch.empty(31 * 2**18).sum()
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(sizes[0], sizes[1], generator=generator)
+    gradient = torch.randn(sizes[0], sizes[2], generator=generator)
+    base = _layer(sizes[1], sizes[2], torch.float32)
+    steps = {"fp32": _step(base, x.clone().requires_grad_(), gradient)}
+    own_x, own_gradient = x.to(dtype).requires_grad_(), gradient.to(dtype)
+    for name, recipe in mixprec.RECIPES.items():
+        if not recipe.is_high_precision:
+            layer = _layer(sizes[1], sizes[2], dtype)
+            mixprec.convert(layer, recipe)
+            steps[name] = _step(layer, own_x, own_gradient)
+    steps |= _peers(sizes, own_x, own_gradient)
+    exact_layer = _layer(sizes[1], sizes[2], dtype).double()
+    exact = _step(exact_layer, own_x.detach().double().requires_grad_(), own_gradient.double())()
+    errors = {
+        name: [sqnr_db(reference, approx) for reference, approx in zip(exact, step(), strict=True)]
+        for name, step in steps.items()
+    }
+    timing = interleaved(steps, rounds)
+    return {
+        "sizes": sizes,
+        "dtype": str(dtype).removeprefix("torch."),
+        "contenders": {
+            name: {
+                "ratio": timing.ratios[name],
+                "milliseconds": 1e3 * timing.seconds[name],
+                "sqnr_db": errors[name],
+            }
+            for name in steps
+        },
+    }
+
+
+def best_of(processes: int, sizes: str, dtype: str, rounds: int) -> dict[str, Any]:
+    """The same measurement in fresh processes; for each contender the one with its lowest ratio."""
+    command = [sys.executable, __file__, "--json", "--sizes", sizes, "--dtype", dtype]
+    command += ["--rounds", str(rounds)]
+    found: dict[str, Any] = {}
+    for _ in range(processes):
+        run = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        result = json.loads(run.stdout)["results"][0]
+        found = found or result
+        for name, entry in result["contenders"].items():
+            if entry["ratio"] < found["contenders"][name]["ratio"]:
+                found["contenders"][name] = entry
+    return found
+
+
+def check(results: list[dict[str, Any]]) -> list[str]:
+    """The bars that were missed, a line each."""
+    missed = []
+    for result in results:
+        contenders, where = result["contenders"], f"{result['sizes']} {result['dtype']}"
+        for name, peer in PEERS.items():
+            ratio, theirs = contenders[name]["ratio"], contenders[f"torchao {peer}"]["ratio"]
+            if ratio >= theirs:
+                missed.append(f"{name} at {where}: {ratio:.2f}, torchao's {peer} {theirs:.2f}")
+        if list(result["sizes"]) == [1024, 1024, 1024] and result["dtype"] == "float32":
+            for name, bar in BARS.items():
+                if contenders[name]["ratio"] > bar:
+                    missed.append(f"{name} at {where}: {contenders[name]['ratio']:.2f}, bar {bar}")
+    return missed
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    """One table of ratios and errors."""
+    rows, inner, columns = result["sizes"]
+    threads = torch.get_num_threads()
+    title = f"linear {rows}x{inner}x{columns}, {result['dtype']} input, {threads} threads"
+    table = Table(title=title)
+    table.add_column("contender")
+    for column in ("ratio", "ms", "SQNR dB y / dx / dw"):
+        table.add_column(column, justify="right")
+    for name, entry in result["contenders"].items():
+        errors = " / ".join(f"{value:.1f}" for value in entry["sqnr_db"])
+        table.add_row(name, f"{entry['ratio']:.2f}", f"{entry['milliseconds']:.2f}", errors)
+    console.print(table)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--sizes", default=SIZES[0], help="rows,inner,columns")
+    parser.add_argument("--dtype", default="float32", choices=DTYPES)
+    parser.add_argument("--rounds", type=int, default=41)
+    parser.add_argument("--processes", type=int, default=0, help="fresh processes; 0 is this one")
+    parser.add_argument("--check", action="store_true", help="every size and type, three processes")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    if options.check:
+        cases = [(sizes, dtype) for sizes in SIZES for dtype in DTYPES]
+        results = [best_of(3, *case, max(options.rounds, 41)) for case in cases]
+    elif options.processes:
+        results = [best_of(options.processes, options.sizes, options.dtype, options.rounds)]
+    else:
+        first, second, third = (int(size) for size in options.sizes.split(","))
+        results = [measure((first, second, third), DTYPES[options.dtype], options.rounds)]
+    missed = check(results) if options.check else []
+    if options.json:
+        print(json.dumps({"results": results, "missed": missed}))
+    else:
+        console = Console()
+        for result in results:
+            show(result, console)
+        for line in missed:
+            console.print(f"missed: {line}", style="bold red")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
