@@ -145,6 +145,8 @@ def assert_quantized(
 ) -> None:
     """Values, scales and amaxes equal the oracle's to the bit, and so does what decodes."""
     want = quantize_exactly(x, spec, noise)
+    assert_same(decoded(q), want.values, as_matrix(x))
+    assert_same(q.values.reshape(want.values.shape).numpy(), want.values)
     assert q.shape == x.shape
     assert q.spec == spec
     assert q.scale is not None
@@ -152,8 +154,6 @@ def assert_quantized(
     assert q.scale.dtype == q.amax.dtype == torch.float32
     assert_same(q.scale.numpy(), want.scale)
     assert_same(q.amax.numpy(), want.amax)
-    assert_same(decoded(q), want.values, as_matrix(x))
-    assert_same(q.values.reshape(want.values.shape).numpy(), want.values)
     with np.errstate(over="ignore", invalid="ignore"):
         back = want.values.astype(np.float32) * repeated(want.scale, spec, want.values.shape)
     assert_same(q.dequantize().reshape(want.values.shape).numpy(), back)
