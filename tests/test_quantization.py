@@ -334,6 +334,15 @@ def test_dequantize_rounds_once_from_float32(dtype: torch.dtype) -> None:
     assert torch.equal(q.dequantize(dtype), q.dequantize().to(dtype))
 
 
+def test_scale_a_tensor_loses_a_small_part_that_scales_a_row_keep() -> None:
+    parts = torch.cat([torch.randn(32, 32) * std for std in (1.0, 1.0, 1e-6)])
+    assert not quantize(parts, TENSOR).dequantize()[64:].any()
+    error = quantize(parts, ROW).dequantize() - parts
+    for part in range(3):
+        rows = slice(32 * part, 32 * part + 32)
+        assert 0.02 < error[rows].norm() / parts[rows].norm() < 0.03
+
+
 def test_every_code_fits_its_width() -> None:
     for fmt in [*NARROW, CUSTOM[0], CUSTOM[14]]:
         codes: QuantizedTensor = quantize(mixed(5, 16), fmt)

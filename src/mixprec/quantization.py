@@ -287,21 +287,22 @@ def _quantize_matrix(
     # both are 2-D, so that a bfloat16 x is promoted: times a 0-d float32 it would stay bfloat16
     scaled = x * expand_blocks(encode, spec.block, (x.shape[0], x.shape[1]))
     if spec.is_delayed:
-        scaled = _saturate(scaled, amax * encode, spec.format)
+        scaled = _saturate(scaled, x, amax * encode, spec.format)
     return _codes(scaled, spec, noise), scale, amax.to(torch.float32)
 
 
-def _saturate(scaled: Tensor, largest: Tensor, fmt: FloatFormat) -> Tensor:
-    """Finite values clamped to the format's range; NaN and inf stay (inf: NaN if the format has
-    none).
+def _saturate(scaled: Tensor, x: Tensor, largest: Tensor, fmt: FloatFormat) -> Tensor:
+    """Finite x clamped to the format's range; NaN and inf stay (inf: NaN if the format has none).
 
     A scale from the data itself never needs it: x * encode stays below the first value that
     overflows.
     """
-    if can_look_at(largest) and bool((largest <= fmt.max).all()):
+    # this much beyond the largest value still rounds to it: less than half a step
+    limit = fmt.max * (1 + 2.0 ** -(fmt.mantissa + 2))
+    if can_look_at(largest) and bool((largest <= limit).all()):
         return scaled
     clamped = scaled.clamp(-fmt.max, fmt.max)
-    return torch.where(scaled.isfinite(), clamped, scaled if fmt.has_inf else torch.nan)
+    return torch.where(x.isfinite(), clamped, scaled if fmt.has_inf else torch.nan)
 
 
 def _codes(scaled: Tensor, spec: QuantSpec, noise: Noise | None) -> Tensor:

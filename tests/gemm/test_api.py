@@ -140,6 +140,15 @@ def test_each_operand_draws_from_its_own_stream() -> None:
     assert_quantized(q, wide, STOCHASTIC, replace(NOISE, stream=42))
 
 
+def test_scales_multiply_the_result() -> None:
+    unscaled = quantize(torch.ones(16, 16), replace(TENSOR, min_amax=448.0))
+    a, b = (replace(unscaled, scale=torch.tensor([[scale]])) for scale in (2.0, 3.0))
+    spec = GemmSpec(a=a.spec, b=b.spec)
+    for impl in ("emulated", "scaled_mm"):
+        assert (quantized_matmul(a, b, spec, impl=impl) == 96).all()
+    assert a.dequantize()[0, 0] == 2
+
+
 def test_no_gradient_passes() -> None:
     a, b = torch.randn(4, 8, requires_grad=True), torch.randn(5, 8, requires_grad=True)
     for spec in (BOTH, GemmSpec(), GemmSpec(a=TENSOR)):

@@ -252,3 +252,28 @@ def test_a_run_without_quantised_layers_has_no_sqnr(small: Small) -> None:
     assert run["impl"] == "native"
     assert run["sqnr"] == {"x": None, "w": None, "g": None}
     assert issubclass(QuantizedLinear, nn.Linear)
+
+
+@pytest.fixture(scope="module")
+def demo() -> list[dict[str, Any]]:
+    """What `mixprec compare` shows without a configuration, and a recipe that must fail."""
+    torch.set_num_threads(1)
+    two_bits = {side: {"format": {"exponent": 1, "mantissa": 0}} for side in "ab"}
+    products = dict.fromkeys(("output", "grad_input", "grad_weight"), two_bits)
+    failing = {"base": "fp8_tensorwise", "name": "two_bits", **products}
+    result = compare.run(recipes=[*compare.DEFAULT_RECIPES, failing], console=quiet())
+    return list(result["runs"])
+
+
+@pytest.mark.slow
+def test_the_demo_keeps_fp8_within_a_point_of_fp32(demo: list[dict[str, Any]]) -> None:
+    assert demo[0]["accuracy"] > 0.94
+    for run in demo[:-1]:
+        assert abs(run["accuracy_difference"]) <= 0.01, run["recipe"]
+        assert run["train_loss"] < 0.3
+
+
+@pytest.mark.slow
+def test_a_recipe_of_two_bits_misses_that_bar(demo: list[dict[str, Any]]) -> None:
+    assert demo[-1]["recipe"] == "two_bits"
+    assert demo[-1]["failure"] is not None or demo[-1]["accuracy_difference"] < -0.01

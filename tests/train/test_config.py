@@ -102,6 +102,10 @@ def test_a_whole_number_is_a_learning_rate() -> None:
     assert from_dict({"optimizer": {"lr": 1}}).optimizer.lr == 1.0
 
 
+def test_none_is_the_default() -> None:
+    assert from_dict({"train": {"device": None, "seed": None}, "data": {"path": None}}) == load()
+
+
 def test_unknown_optimizer_options_name_the_nearest() -> None:
     assert lines({"optimizer": {"options": {"roh": 0.8, "rho": 0.9}}}) == [
         "optimizer.options.roh: unknown key; did you mean rho?"

@@ -221,7 +221,9 @@ def quantized_matmul(
     b = _as_operand(b, gemm_spec.b, noise, 1, "b")
     if out_dtype is None:
         out_dtype = a.dtype if isinstance(a, Tensor) else torch.float32
-    result_dtype = torch.float32 if out_spec is not None or return_amax else out_dtype
+    result_dtype = out_dtype
+    if (out_spec is not None or return_amax) and out_dtype != torch.float64:
+        result_dtype = torch.float32
     matrix = multiply(
         _flatten(a), _flatten(b), bias=bias, out_dtype=result_dtype, impl=check_impl(impl)
     )

@@ -102,7 +102,7 @@ def generators(device: torch.device) -> dict[str, Any]:
         "torch": torch.get_rng_state(),
     }
     if device.type != "cpu":
-        state[device.type] = torch.get_device_module(device).get_rng_state()
+        state[device.type] = torch.get_device_module(device).get_rng_state(*_which(device))
     return state
 
 
@@ -113,7 +113,12 @@ def set_generators(state: Mapping[str, Any], device: torch.device) -> None:
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
     torch.set_rng_state(state["torch"])
     if device.type != "cpu" and device.type in state:
-        torch.get_device_module(device).set_rng_state(state[device.type])
+        torch.get_device_module(device).set_rng_state(state[device.type], *_which(device))
+
+
+def _which(device: torch.device) -> tuple[torch.device, ...]:
+    # There are several CUDA devices to choose from; torch.mps takes no such argument.
+    return (device,) if device.type == "cuda" else ()
 
 
 def _write(folder: Path, tree: Mapping[str, Any]) -> None:

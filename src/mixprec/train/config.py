@@ -206,10 +206,14 @@ def load(path: str | Path | None = None, settings: Sequence[str] = ()) -> Config
 
 
 def from_dict(table: Mapping[str, Any]) -> Config:
-    """A checked Config from nested tables. Raises ConfigError that lists every mistake."""
+    """A checked Config from nested tables; None is a field's default.
+
+    Raises: ConfigError: Some values cannot be used; the text lists every mistake.
+    """
+    # Through JSON, so that strict checks accept a list for a tuple and a table for a section.
+    text = json.dumps(_without_none(table), default=str)
     try:
-        # Through JSON, so that strict checks accept a list for a tuple and a table for a section.
-        config: Config = TypeAdapter(Config).validate_json(json.dumps(table, default=str))
+        config: Config = TypeAdapter(Config).validate_json(text)
     except ValidationError as error:
         raise ConfigError("\n".join(_line(entry) for entry in error.errors())) from error
     _check_options(config.optimizer)

@@ -156,7 +156,9 @@ class _Run:
 
 def _check_folder(folder: Path | None, resume: str | Path | None) -> None:
     if folder is None and resume == "auto":
-        raise ValueError("resume: got 'auto' without a run folder; it looks there; give out")
+        raise ValueError(
+            "resume: got 'auto' without a run folder (a dry run has none); it looks there; give out"
+        )
     if folder is not None and resume is None and (folder / _METRICS).exists():
         raise ValueError(
             f"out: got {folder}; it holds another run; pass --resume auto to go on with it, or "
