@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mixprec.gemm.api import Operand, check_impl, multiply
 from mixprec.noise import Noise
-from mixprec.quantization import QuantizedTensor, QuantSpec, quantize
+from mixprec.quantization import QuantizedTensor, QuantSpec, quantize, requantize
 from mixprec.recipes import Recipe, get_recipe
 from mixprec.scaling import DelayedState, record_amax
 
@@ -114,24 +114,31 @@ class _Plan:
             return first.t()
         return self.quantize(x.t(), position, records)
 
+    def weight_again(self, saved: tuple[Tensor, ...], records: bool) -> Operand:
+        """w.T for grad_input: the parameter is kept anyway, so codes are made anew."""
+        w_NK, scale, amax, encode = saved
+        spec = self.specs[W_GRAD_INPUT]
+        if W_GRAD_INPUT in self.shared and spec is not None and encode is not None:
+            return requantize(w_NK, scale, amax, encode, spec).t()
+        return self.quantize(w_NK.t(), W_GRAD_INPUT, records)
+
     def multiply(self, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         return multiply(a, b, bias=bias, out_dtype=dtype, impl=self.impl)
 
 
 def _tensors(operand: Operand | None) -> tuple[Tensor | None, ...]:
     if isinstance(operand, QuantizedTensor):
-        return operand.codes, operand.scale, operand.amax
-    return operand, None, None
+        return operand.codes, operand.scale, operand.amax, operand.encode
+    return operand, None, None, None
 
 
-def _operand(
-    tensors: tuple[Tensor | None, ...], spec: QuantSpec | None, shape: tuple[int, int]
-) -> Operand:
-    codes, scale, amax = tensors
-    assert codes is not None
+def _operand(saved: tuple[Tensor, ...], spec: QuantSpec | None, shape: tuple[int, int]) -> Operand:
+    codes, scale, amax, encode = saved
     if spec is None:
         return codes
-    return QuantizedTensor(codes=codes, scale=scale, amax=amax, spec=spec, shape=torch.Size(shape))
+    return QuantizedTensor(
+        codes=codes, scale=scale, amax=amax, encode=encode, spec=spec, shape=torch.Size(shape)
+    )
 
 
 class _Linear(torch.autograd.Function):
@@ -142,14 +149,12 @@ class _Linear(torch.autograd.Function):
         w = plan.quantize(w_NK, W_OUTPUT, records)
         needs_x, needs_w, _, _ = ctx.needs_input_grad
         kept_x = plan.transposed(x_MK, x, X_GRAD_WEIGHT, records) if needs_w else None
-        kept_w: Operand | None = None
-        if needs_x:
-            kept_w = w.t() if W_GRAD_INPUT in plan.shared else w_NK
-        ctx.save_for_backward(*_tensors(kept_x), *_tensors(kept_w))
+        kept_w = (w_NK, *_tensors(w)[1:]) if needs_x else (None,) * 4
+        ctx.save_for_backward(*_tensors(kept_x), *kept_w)
         ctx.plan = plan
         ctx.weight_dtype = w_NK.dtype
         ctx.bias_dtype = bias_N.dtype if bias_N is not None else None
-        ctx.sizes = (*x_MK.shape, w_NK.shape[0])
+        ctx.sizes = x_MK.shape
         return plan.multiply(x, w, bias_N, plan.dtype)
 
     @staticmethod
@@ -158,20 +163,16 @@ class _Linear(torch.autograd.Function):
         plan: _Plan = ctx.plan
         records = plan.state.records_backward
         needs_x, needs_w, needs_bias, _ = ctx.needs_input_grad
-        (rows, inner, columns), saved = ctx.sizes, ctx.saved_tensors
+        (rows, inner), saved = ctx.sizes, ctx.saved_tensors
         grad_x = grad_w = grad_bias = None
         g: Operand = g_MN
-        if needs_x or G_GRAD_WEIGHT in plan.shared:
+        if needs_x or (needs_w and G_GRAD_WEIGHT in plan.shared):
             g = plan.quantize(g_MN, G_GRAD_INPUT, records)
         if needs_x:
-            w: Operand
-            if W_GRAD_INPUT in plan.shared:
-                w = _operand(saved[3:], plan.specs[W_GRAD_INPUT], (inner, columns))
-            else:
-                w = plan.quantize(saved[3].t(), W_GRAD_INPUT, records)
+            w = plan.weight_again(saved[4:], records)
             grad_x = plan.multiply(g, w, None, plan.dtype)
         if needs_w:
-            x = _operand(saved[:3], plan.specs[X_GRAD_WEIGHT], (inner, rows))
+            x = _operand(saved[:4], plan.specs[X_GRAD_WEIGHT], (inner, rows))
             g_T = plan.transposed(g_MN, g, G_GRAD_WEIGHT, records)
             grad_w = plan.multiply(g_T, x, None, ctx.weight_dtype)
         if needs_bias:

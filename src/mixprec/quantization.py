@@ -136,6 +136,7 @@ class QuantizedTensor:
             index in the low nibble, a last odd nibble padded with 0).
         scale: float32 [free blocks, contraction blocks]; None without a scale.
         amax: The data's own largest magnitudes, float32, of scale's shape; None when unknown.
+        encode: The factors that x was multiplied by, of scale's shape; None when unknown.
         spec: How it was quantised.
         shape: Logical shape of x.
     """
@@ -145,6 +146,7 @@ class QuantizedTensor:
     amax: Tensor | None
     spec: QuantSpec
     shape: torch.Size
+    encode: Tensor | None = None
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
@@ -191,6 +193,7 @@ class QuantizedTensor:
             codes=self.codes.t(),
             scale=None if self.scale is None else self.scale.t(),
             amax=None if self.amax is None else self.amax.t(),
+            encode=None if self.encode is None else self.encode.t(),
             spec=self.spec if is_square else replace(self.spec, block=(contraction, free)),
             shape=torch.Size(self.shape[::-1]),
         )
@@ -264,31 +267,44 @@ def quantize(
     matrix = x.detach().reshape(_matrix_shape(x.shape))
     if x.dtype == torch.float64 and spec.scale_rule != UNSCALED:
         matrix = matrix.float()
+    amax = scale = encode = None
     if spec.scale_rule == UNSCALED:
-        codes, scale, amax = _codes(matrix, spec, noise), None, None
+        codes = _codes(matrix, spec, noise)
     else:
-        codes, scale, amax = _quantize_matrix(matrix, spec, noise, state)
+        amax = block_amax(matrix, spec.block)
+        used = amax if state is None else delayed_amax(state, spec.amax_compute_algo, amax)
+        encode, scale = encode_and_scale(used, spec.scale_rule, spec.format.max, spec.min_amax)
+        amax = amax.to(torch.float32)
+        codes = _scaled_codes(matrix, spec, encode, amax, noise)
     codes = codes.reshape(x.shape)
     if _is_packed(spec.format):
         codes = pack_nibbles(_pad_to_even(codes), spec.format)
-    return QuantizedTensor(codes=codes, scale=scale, amax=amax, spec=spec, shape=x.shape)
+    return QuantizedTensor(
+        codes=codes, scale=scale, amax=amax, encode=encode, spec=spec, shape=x.shape
+    )
 
 
-def _quantize_matrix(
-    x: Tensor, spec: QuantSpec, noise: Noise | None, state: DelayedState | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    amax = block_amax(x, spec.block)
-    if spec.is_delayed:
-        assert state is not None
-        scaled_amax = delayed_amax(state, spec.amax_compute_algo, amax)
-    else:
-        scaled_amax = amax
-    encode, scale = encode_and_scale(scaled_amax, spec.scale_rule, spec.format.max, spec.min_amax)
+def requantize(
+    x: Tensor, scale: Tensor, amax: Tensor, encode: Tensor, spec: QuantSpec
+) -> QuantizedTensor:
+    """``quantize(x, spec)`` again by what it gave, for a matrix that has not changed since.
+
+    Spares the pass for amax, and is right under a history that has rolled meanwhile.
+    """
+    codes = _scaled_codes(x.detach(), spec, encode, amax, None)
+    return QuantizedTensor(
+        codes=codes, scale=scale, amax=amax, encode=encode, spec=spec, shape=x.shape
+    )
+
+
+def _scaled_codes(
+    x: Tensor, spec: QuantSpec, encode: Tensor, amax: Tensor, noise: Noise | None
+) -> Tensor:
     # both are 2-D, so that a bfloat16 x is promoted: times a 0-d float32 it would stay bfloat16
     scaled = x * expand_blocks(encode, spec.block, (x.shape[0], x.shape[1]))
     if spec.is_delayed:
         scaled = _saturate(scaled, x, amax * encode, spec.format)
-    return _codes(scaled, spec, noise), scale, amax.to(torch.float32)
+    return _codes(scaled, spec, noise)
 
 
 def _saturate(scaled: Tensor, x: Tensor, largest: Tensor, fmt: FloatFormat) -> Tensor:

@@ -9,7 +9,6 @@ Decoded values of up to 11 mantissa bits multiply exactly in FP32, so only the s
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator
 
 import torch
@@ -56,14 +55,11 @@ def _matmul_scaled(
     a_values: Tensor, a_scale: Tensor | None, b_values: Tensor, b_scale: Tensor | None
 ) -> Tensor:
     """Scales that do not change along the contraction: after the sum, a tensor's within it."""
-    scales = [
-        scale
-        for scale in (a_scale, b_scale if b_scale is None else b_scale.t())
-        if scale is not None
-    ]
-    numbers = [scale for scale in scales if scale.numel() == 1 and can_look_at(scale)]
-    factor = math.prod(float(scale) for scale in numbers)
-    if numbers and _SMALLEST_FACTOR <= abs(factor) <= 1 / _SMALLEST_FACTOR:
+    scales = [scale for scale in (a_scale, _transposed(b_scale)) if scale is not None]
+    factor = 1.0
+    for scale in scales:
+        factor *= float(scale) if scale.numel() == 1 and can_look_at(scale) else 1.0
+    if factor != 1.0 and _SMALLEST_FACTOR <= abs(factor) <= 1 / _SMALLEST_FACTOR:
         unused = a_values.new_zeros(1)
         out = torch.addmm(unused, a_values, b_values.t(), beta=0, alpha=factor)
         scales = [scale for scale in scales if scale.numel() > 1]
@@ -72,6 +68,10 @@ def _matmul_scaled(
     for scale in scales:
         out.mul_(scale)
     return out
+
+
+def _transposed(scale: Tensor | None) -> Tensor | None:
+    return None if scale is None else scale.t()
 
 
 def _num_slabs(scale: Tensor | None) -> int:
