@@ -31,7 +31,7 @@ def compare(
         Path | None,
         typer.Argument(
             help="A TOML file; without it mnist_cnn on mnist, three epochs.",
-            metavar="[CONFIG]",
+            metavar="CONFIG",
             show_default=False,
         ),
     ] = None,
