@@ -246,7 +246,10 @@ def test_gradients_and_inputs_of_any_strides(name: str, loss: str) -> None:
             y.register_hook(lambda g: g.clone(memory_format=torch.contiguous_format))
         GRADIENTS[loss](y).backward()
         grads.append((x.grad, weight.grad))
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    for strided, contiguous in zip(*grads, strict=True):
+        # the order of summation may differ, an operand's code may not: that shows in 2^-8 and more
+        slack = 2.0**-18 * contiguous.abs().max()
+        assert ((strided - contiguous).abs() <= slack).all()
 
 
 def test_weight_gradient_of_a_sum_is_the_sum_of_the_rows() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mixprec.gemm.api import Operand, check_impl, multiply
+from mixprec.gemm.api import Operand, check_impl, multiply, prepare
 from mixprec.noise import Noise
 from mixprec.quantization import QuantizedTensor, QuantSpec, quantize, requantize
 from mixprec.recipes import Recipe, get_recipe
@@ -170,6 +170,8 @@ class _Linear(torch.autograd.Function):
             g = plan.quantize(g_MN, G_GRAD_INPUT, records)
         if needs_x:
             w = plan.weight_again(saved[4:], records)
+            if needs_w and G_GRAD_WEIGHT in plan.shared:
+                g = prepare(g, w, plan.dtype, plan.impl)
             grad_x = plan.multiply(g, w, None, plan.dtype)
         if needs_w:
             x = _operand(saved[:4], plan.specs[X_GRAD_WEIGHT], (inner, rows))

@@ -137,6 +137,8 @@ class QuantizedTensor:
         scale: float32 [free blocks, contraction blocks]; None without a scale.
         amax: The data's own largest magnitudes, float32, of scale's shape; None when unknown.
         encode: The factors that x was multiplied by, of scale's shape; None when unknown.
+        held: Values decoded ahead and their factor (``codes.decode_unscaled``), for an operand of
+            several products; else None.
         spec: How it was quantised.
         shape: Logical shape of x.
     """
@@ -147,6 +149,7 @@ class QuantizedTensor:
     spec: QuantSpec
     shape: torch.Size
     encode: Tensor | None = None
+    held: tuple[Tensor, float] | None = None
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
@@ -194,6 +197,7 @@ class QuantizedTensor:
             scale=None if self.scale is None else self.scale.t(),
             amax=None if self.amax is None else self.amax.t(),
             encode=None if self.encode is None else self.encode.t(),
+            held=None if self.held is None else (self.held[0].t(), self.held[1]),
             spec=self.spec if is_square else replace(self.spec, block=(contraction, free)),
             shape=torch.Size(self.shape[::-1]),
         )

@@ -118,6 +118,13 @@ def resolve_spec(
     return resolve(operand(spec.a), operand(spec.b), dtype, impl)
 
 
+def prepare(a: Operand, b: Operand, out_dtype: torch.dtype, impl: str) -> Operand:
+    """a, with what its product with b and others like it would do anew each time."""
+    name, _ = _choose(a, b, out_dtype, impl)
+    prepared: Operand = _MODULES[name].prepare(a)
+    return prepared
+
+
 def multiply(
     a: Operand, b: Operand, *, bias: Tensor | None, out_dtype: torch.dtype, impl: str
 ) -> Tensor:

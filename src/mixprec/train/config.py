@@ -152,8 +152,9 @@ class TrainConfig(_Section):
     """How long, from which seed and where.
 
     steps: optimizer steps at which to stop, before the epochs are over; accumulate: batches summed
-    into one optimizer step; clip_norm: the largest L2 norm of the gradient; dry_run: one optimizer
-    step and one evaluation batch, nothing written.
+    into one optimizer step; clip_norm: the largest L2 norm of the gradient; compile: true or a mode
+    of torch.compile, which draws other dropout masks than eager code from the same seed; dry_run:
+    one optimizer step and one evaluation batch, nothing written.
     """
 
     epochs: Count = 14

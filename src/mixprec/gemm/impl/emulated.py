@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -33,6 +34,15 @@ def why_not(a: Operand, b: Operand, out_dtype: torch.dtype) -> str | None:
 def why_slow(a: Operand, b: Operand) -> str | None:
     """None: it is what ``auto`` falls back to."""
     return None
+
+
+def prepare(x: Operand) -> Operand:
+    """The operand with its values decoded, for several products."""
+    return (
+        replace(x, held=_decoded(x))
+        if isinstance(x, QuantizedTensor) and x.scale is not None
+        else x
+    )
 
 
 def matmul(a: Operand, b: Operand, *, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
@@ -84,10 +94,7 @@ def _split(x: Operand) -> tuple[Tensor, Tensor | None]:
         return x if x.dtype == torch.float64 else x.float(), None
     if x.scale is None:
         return x.values.reshape(x.matrix_shape), None
-    if _has_no_nan_codes(x):
-        values, factor = decode_unscaled(x.codes, x.spec.format)
-    else:
-        values, factor = x.values, 1.0
+    values, factor = x.held or _decoded(x)
     values = values.reshape(x.matrix_shape)
     scale = expand_blocks(x.scale, (x.spec.block[0], -1), x.matrix_shape)
     if factor != 1.0:
@@ -96,6 +103,10 @@ def _split(x: Operand) -> tuple[Tensor, Tensor | None]:
         # scaling by powers of two is exact, so it may come before the sum: one product in all
         return values * expand_blocks(scale, x.spec.block, x.matrix_shape), None
     return values, scale
+
+
+def _decoded(x: QuantizedTensor) -> tuple[Tensor, float]:
+    return decode_unscaled(x.codes, x.spec.format) if _has_no_nan_codes(x) else (x.values, 1.0)
 
 
 def _has_no_nan_codes(x: QuantizedTensor) -> bool:
