@@ -294,6 +294,7 @@ def test_conversion_settings_reach_the_model(small: Small) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_a_compiled_model_evaluates_like_an_eager_one_and_trains(small: Small) -> None:
     settings = ["recipe=fp8_rowwise", "optimizer.lr=0.3", "optimizer.gamma=1.0"]
     eager, compiled = Trainer(small(*settings)), Trainer(small(*settings, "train.compile=true"))
