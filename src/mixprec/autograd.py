@@ -21,6 +21,7 @@ from mixprec.gemm.api import Operand, check_impl, multiply, prepare
 from mixprec.noise import Noise
 from mixprec.quantization import QuantizedTensor, QuantSpec, quantize, requantize
 from mixprec.recipes import Recipe, get_recipe
+from mixprec.rounding import check_floating
 from mixprec.scaling import DelayedState, record_amax
 
 # position of each operand in Recipe.specs, and the offset of its noise stream
@@ -93,6 +94,7 @@ class _Plan:
     noise: Noise | None
     state: LinearState
     dtype: torch.dtype
+    keeps: bool
 
     def quantize(self, x: Tensor, position: int, records: bool) -> Operand:
         """The operand at a position, its amax recorded."""
@@ -148,9 +150,14 @@ class _Linear(torch.autograd.Function):
         x = plan.quantize(x_MK, X_OUTPUT, records)
         w = plan.quantize(w_NK, W_OUTPUT, records)
         needs_x, needs_w, _, _ = ctx.needs_input_grad
-        kept_x = plan.transposed(x_MK, x, X_GRAD_WEIGHT, records) if needs_w else None
-        kept_w = (w_NK, *_tensors(w)[1:]) if needs_x else (None,) * 4
-        ctx.save_for_backward(*_tensors(kept_x), *kept_w)
+        kept_x: tuple[Tensor | None, ...] = (None,) * 4
+        kept_w: tuple[Tensor | None, ...] = (None,) * 4
+        if needs_w and plan.keeps:
+            kept_x = _tensors(plan.transposed(x_MK, x, X_GRAD_WEIGHT, records))
+        if needs_x and plan.keeps:
+            scales = _tensors(w)[1:] if W_GRAD_INPUT in plan.shared else (None,) * 3
+            kept_w = (w_NK, *scales)
+        ctx.save_for_backward(*kept_x, *kept_w)
         ctx.plan = plan
         ctx.weight_dtype = w_NK.dtype
         ctx.bias_dtype = bias_N.dtype if bias_N is not None else None
@@ -190,10 +197,8 @@ def _sum_dtype(x: Tensor) -> torch.dtype:
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
-        if tensor is not None and not tensor.is_floating_point():
-            raise TypeError(
-                f"{name}: got {tensor.dtype}; must be a floating-point tensor; convert it"
-            )
+        if tensor is not None:
+            check_floating(name, tensor)
     if weight.ndim != 2 or x.ndim < 1 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"x: got shape {tuple(x.shape)} with weight {tuple(weight.shape)}; x is [..., K] and "
@@ -265,7 +270,11 @@ def linear(
     state = state or LinearState()
     _check(x, weight, bias)
     device_type = x.device.type
-    if torch.is_autocast_enabled(device_type) and x.dtype != torch.float64:
+    if (
+        torch.amp.is_autocast_available(device_type)
+        and torch.is_autocast_enabled(device_type)
+        and x.dtype != torch.float64
+    ):
         x = x.to(torch.get_autocast_dtype(device_type))
     plan = _Plan(
         specs=recipe.specs,
@@ -274,7 +283,10 @@ def linear(
         noise=noise,
         state=state,
         dtype=x.dtype,
+        # a recording forward quantises every operand, with gradients or without
+        keeps=torch.is_grad_enabled() or state.records_forward,
     )
     _check_state(recipe, plan)
-    out = _Linear.apply(x.reshape(-1, x.shape[-1]), weight, bias, plan)
+    x_MK = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    out = _Linear.apply(x_MK, weight, bias, plan)
     return out.reshape(*x.shape[:-1], weight.shape[0])

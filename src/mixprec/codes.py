@@ -25,11 +25,21 @@ from mixprec.rounding import (
     same_exponent_range,
 )
 
+_FLOAT8_DTYPES = {
+    (4, 3, "nan"): torch.float8_e4m3fn,
+    (5, 2, "ieee"): torch.float8_e5m2,
+}
+
 
 def code_dtype(fmt: FloatFormat) -> torch.dtype:
     """The integer type that holds the codes of a format as bit patterns (two's complement)."""
     widths = ((8, torch.uint8), (16, torch.int16), (32, torch.int32), (64, torch.int64))
     return next(dtype for width, dtype in widths if fmt.bits <= width)
+
+
+def float8_dtype(fmt: FloatFormat) -> torch.dtype | None:
+    """torch's type with the same codes, whatever the format is called; None where it has none."""
+    return _FLOAT8_DTYPES.get((fmt.exponent, fmt.mantissa, fmt.specials))
 
 
 def codes_of(values: Tensor, fmt: FloatFormat) -> Tensor:

@@ -14,10 +14,10 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from mixprec.codes import codes_of, decode, pack_nibbles, unpack_nibbles
+from mixprec.codes import codes_of, decode, float8_dtype, pack_nibbles, unpack_nibbles
 from mixprec.formats import FloatFormat, get_format
 from mixprec.noise import Noise
-from mixprec.rounding import Rounding, can_look_at, round_float
+from mixprec.rounding import Rounding, can_look_at, check_floating, holds, round_float
 from mixprec.scaling import (
     SCALE_RULES,
     AmaxComputeAlgo,
@@ -30,11 +30,6 @@ from mixprec.scaling import (
 )
 
 UNSCALED = "none"
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_NATIVE_CASTS = {
-    (4, 3, "nan"): torch.float8_e4m3fn,
-    (5, 2, "ieee"): torch.float8_e5m2,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,42 +65,46 @@ class QuantSpec:
             raise ValueError(
                 f"format: got {self.format!r}; must be a signed FloatFormat; use FORMATS['e4m3']"
             )
-        if len(self.block) != 2 or any(size != -1 and size < 1 for size in self.block):
+        is_pair = isinstance(self.block, tuple) and len(self.block) == 2
+        if not is_pair or not all(_is_count(size) or size == -1 for size in self.block):
             raise ValueError(
-                f"block: got {self.block}; must be two sizes of at least 1, or -1 for the whole "
+                f"block: got {self.block!r}; must be two sizes of at least 1, or -1 for the whole "
                 "axis; use (-1, -1) for one scale a tensor"
             )
-        rules = (UNSCALED, *SCALE_RULES)
-        if self.scale_rule not in rules:
+        for name, known in (
+            ("scale_rule", (UNSCALED, *SCALE_RULES)),
+            ("rounding", get_args(Rounding)),
+            ("amax_compute_algo", get_args(AmaxComputeAlgo)),
+        ):
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"{name}: got {getattr(self, name)!r}; must be one of {', '.join(known)}"
+                )
+        if not isinstance(self.min_amax, float | int) or not 0 <= self.min_amax < float("inf"):
             raise ValueError(
-                f"scale_rule: got {self.scale_rule!r}; must be one of {', '.join(rules)}"
+                f"min_amax: got {self.min_amax!r}; must be finite and at least 0; use 0"
             )
-        if self.rounding not in get_args(Rounding):
+        if not (_is_count(self.amax_history_len) or self.amax_history_len == 0):
             raise ValueError(
-                f"rounding: got {self.rounding!r}; must be one of {', '.join(get_args(Rounding))}"
+                f"amax_history_len: got {self.amax_history_len!r}; must be at least 0, a whole "
+                "number; use 0 for a scale from the data at hand"
             )
-        if not 0 <= self.min_amax < float("inf"):
-            raise ValueError(f"min_amax: got {self.min_amax}; must be finite and at least 0; use 0")
-        self._check_history()
+        self._check_scale()
 
-    def _check_history(self) -> None:
-        if self.amax_history_len < 0:
+    def _check_scale(self) -> None:
+        is_scaled = self.scale_rule != UNSCALED
+        if is_scaled and holds(self.format, get_format("fp32")):
             raise ValueError(
-                f"amax_history_len: got {self.amax_history_len}; must be at least 0; use 0 for a "
-                "scale from the data at hand"
+                f"scale_rule: got {self.scale_rule!r} with format {self.format}; x * encode would "
+                "overflow FP32, and a scale gains nothing; use scale_rule='none'"
             )
-        if self.amax_compute_algo not in get_args(AmaxComputeAlgo):
-            raise ValueError(
-                f"amax_compute_algo: got {self.amax_compute_algo!r}; must be one of "
-                f"{', '.join(get_args(AmaxComputeAlgo))}"
-            )
-        if self.is_delayed and (self.block != (-1, -1) or self.scale_rule == UNSCALED):
+        if self.is_delayed and (self.block != (-1, -1) or not is_scaled):
             raise ValueError(
                 f"amax_history_len: got {self.amax_history_len} with block {self.block} and "
                 f"scale_rule {self.scale_rule!r}; delayed scaling keeps one scale a tensor; use "
                 "block=(-1, -1) and a scale rule, or amax_history_len=0"
             )
-        if self.scale_rule == UNSCALED and (self.block != (-1, -1) or self.min_amax):
+        if not is_scaled and (self.block != (-1, -1) or self.min_amax):
             raise ValueError(
                 f"scale_rule: got 'none' with block {self.block} and min_amax {self.min_amax}; "
                 "without a scale neither has a meaning; leave both at their defaults"
@@ -208,6 +207,10 @@ class QuantizedTensor:
         return self.codes.nbytes + (0 if self.scale is None else self.scale.nbytes)
 
 
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
 def _matrix_shape(shape: torch.Size) -> tuple[int, int]:
     return (shape[:-1].numel(), shape[-1]) if shape else (1, 1)
 
@@ -217,8 +220,11 @@ def _is_packed(fmt: FloatFormat) -> bool:
 
 
 def as_spec(spec: QuantSpec | FloatFormat | str) -> QuantSpec:
-    """A spec by value, or one scale a tensor for a format by name or value."""
-    return spec if isinstance(spec, QuantSpec) else QuantSpec(format=get_format(spec))
+    """A spec by value; for a format one scale a tensor, or none where it has 16 bits or more."""
+    if isinstance(spec, QuantSpec):
+        return spec
+    fmt = get_format(spec)
+    return QuantSpec(format=fmt, scale_rule="real" if fmt.bits < 16 else UNSCALED)
 
 
 def quantize(
@@ -235,7 +241,7 @@ def quantize(
 
     Args:
         x: [..., contraction], float16, bfloat16, float32 or float64, any strides.
-        spec: How; a format stands for one ``real`` scale a tensor.
+        spec: How; a format stands for one ``real`` scale a tensor (16 bits or more: no scale).
         noise: For stochastic rounding; rows and columns as the operand sees them.
         state: For delayed scaling: the scale comes from its history (from x while that is empty).
             It is not changed: pass the result's amax to ``scaling.record_amax``.
@@ -254,11 +260,7 @@ def quantize(
     Exactness: codes equal the scalar definition bit for bit (tests/test_quantization.py).
     """
     spec = as_spec(spec)
-    if not isinstance(x, Tensor) or x.dtype not in _FLOATS:
-        got = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(
-            f"x: got {got}; must be a float16, bfloat16, float32 or float64 tensor; convert it"
-        )
+    check_floating("x", x)
     if spec.is_stochastic and noise is None:
         raise ValueError(
             "noise: got None; stochastic rounding needs it; pass noise=Noise(seed=..., step=...)"
@@ -307,11 +309,11 @@ def _scaled_codes(
     # both are 2-D, so that a bfloat16 x is promoted: times a 0-d float32 it would stay bfloat16
     scaled = x * expand_blocks(encode, spec.block, (x.shape[0], x.shape[1]))
     if spec.is_delayed:
-        scaled = _saturate(scaled, x, amax * encode, spec.format)
+        scaled = _saturate(scaled, x, amax, encode, spec.format)
     return _codes(scaled, spec, noise)
 
 
-def _saturate(scaled: Tensor, x: Tensor, largest: Tensor, fmt: FloatFormat) -> Tensor:
+def _saturate(scaled: Tensor, x: Tensor, amax: Tensor, encode: Tensor, fmt: FloatFormat) -> Tensor:
     """Finite x clamped to the format's range; NaN and inf stay (inf: NaN if the format has none).
 
     A scale from the data itself never needs it: x * encode stays below the first value that
@@ -319,7 +321,7 @@ def _saturate(scaled: Tensor, x: Tensor, largest: Tensor, fmt: FloatFormat) -> T
     """
     # this much beyond the largest value still rounds to it: less than half a step
     limit = fmt.max * (1 + 2.0 ** -(fmt.mantissa + 2))
-    if can_look_at(largest) and bool((largest <= limit).all()):
+    if can_look_at(amax) and float(amax) * float(encode) <= limit:
         return scaled
     clamped = scaled.clamp(-fmt.max, fmt.max)
     return torch.where(x.isfinite(), clamped, scaled if fmt.has_inf else torch.nan)
@@ -332,7 +334,7 @@ def _codes(scaled: Tensor, spec: QuantSpec, noise: Noise | None) -> Tensor:
     arithmetic, since Inductor on some CPUs casts through float16 and rounds twice.
     """
     fmt = spec.format
-    native = _NATIVE_CASTS.get((fmt.exponent, fmt.mantissa, fmt.specials))
+    native = float8_dtype(fmt)
     in_range = native is not None and spec.scale_rule != UNSCALED
     if in_range and spec.rounding == "nearest_even" and not torch.compiler.is_compiling():
         return scaled.to(native).view(torch.uint8)

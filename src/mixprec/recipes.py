@@ -132,7 +132,7 @@ def _spec_from(where: str, value: Any, base: QuantSpec | None) -> QuantSpec | No
     elif base is None:
         raise ValueError(f"{where}: got no format; an operand that is quantised needs one; add it")
     try:
-        if "block" in changes:
+        if isinstance(changes.get("block"), list):
             changes["block"] = tuple(changes["block"])
         return replace(base, **changes) if base is not None else QuantSpec(**changes)
     except (TypeError, ValueError) as error:

@@ -188,14 +188,19 @@ def round_float(
     return _finish(rounded, x, fmt, saturate)
 
 
-def check_source(
-    x: Tensor, fmt: FloatFormat, rounding: Rounding, saturate: bool, noise: Noise | None
-) -> None:
+def check_floating(name: str, x: object) -> None:
+    """Raise TypeError unless x is a tensor of one of the types that can be rounded."""
     if not isinstance(x, Tensor) or x.dtype not in SOURCE_FORMATS:
         got = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(
-            f"x: got {got}; must be a float16, bfloat16, float32 or float64 tensor; convert it"
+            f"{name}: got {got}; must be a float16, bfloat16, float32 or float64 tensor; convert it"
         )
+
+
+def check_source(
+    x: Tensor, fmt: FloatFormat, rounding: Rounding, saturate: bool, noise: Noise | None
+) -> None:
+    check_floating("x", x)
     if rounding not in get_args(Rounding):
         raise ValueError(
             f"rounding: got {rounding!r}; must be one of {', '.join(get_args(Rounding))}"

@@ -64,18 +64,23 @@ def expand_blocks(per_block: Tensor, block: Block, shape: tuple[int, int]) -> Te
 
 
 def _encode_real(amax: Tensor, largest: float) -> Tensor:
-    return (largest / amax).clamp_(max=_FLT_MAX).to(torch.float32)
+    # amax - amax is 0, or NaN where amax is not finite
+    return ((amax - amax + largest) / amax).clamp_(max=_FLT_MAX).to(torch.float32)
 
 
 def _encode_pow2(amax: Tensor, largest: float) -> Tensor:
-    bits = _encode_real(amax, largest).to(torch.float64).view(torch.int64)
-    return (bits & ~((1 << 52) - 1)).view(torch.float64).to(torch.float32)
+    # clearing the mantissa of NaN gives inf, so NaN is added again
+    encode = _encode_real(amax, largest)
+    bits = encode.to(torch.float64).view(torch.int64)
+    power = (bits & ~((1 << 52) - 1)).view(torch.float64).to(torch.float32)
+    return power + (encode - encode)
 
 
 SCALE_RULES: Mapping[str, Callable[[Tensor, float], Tensor]] = MappingProxyType(
     {"real": _encode_real, "pow2": _encode_pow2}
 )
-"""Rule name -> function from amax (float64, positive) and the format's max to encode (float32).
+"""Rule name -> function from amax (float64; 0 is handled after) and the format's max to encode
+(float32, NaN where amax is not finite).
 ``real``: min(max / amax, FLT_MAX). ``pow2``: that with its mantissa bits cleared."""
 
 POWER_OF_TWO_RULES = frozenset({"pow2"})
@@ -102,9 +107,7 @@ def encode_and_scale(
     wide = amax.to(torch.float64)
     if min_amax:
         wide = wide.clamp(min=min_amax)
-    # wide - wide is 0, or NaN where wide is not finite
-    encode = SCALE_RULES[rule](wide, largest) + (wide - wide).to(torch.float32)
-    encode = torch.where(wide == 0, 1.0, encode)
+    encode = torch.where(wide == 0, 1.0, SCALE_RULES[rule](wide, largest))
     return encode, encode.to(torch.float64).reciprocal().to(torch.float32)
 
 
@@ -125,7 +128,7 @@ def delayed_state(length: int, device: torch.device | str | None = None) -> Dela
     """An empty state with room for ``length`` amaxes."""
     if length < 1:
         raise ValueError(f"length: got {length}; a history holds at least 1 amax; pass 1 or more")
-    return split_state(torch.zeros(length + 2, device=device))
+    return split_state(torch.zeros(length + 2, dtype=torch.float32, device=device))
 
 
 def split_state(packed: Tensor) -> DelayedState:
@@ -158,10 +161,11 @@ def delayed_amax(state: DelayedState, algo: AmaxComputeAlgo, own: Tensor) -> Ten
 def record_amax(state: DelayedState, amax: Tensor) -> DelayedState:
     """The state after one use: amaxes combine by maximum, non-finite ones are only counted."""
     amax = amax.to(torch.float32).reshape(())
-    is_finite = amax.isfinite()
+    # false for NaN too, and one operation where isfinite is four
+    is_finite = amax < torch.inf
     return state._replace(
         pending=torch.maximum(state.pending, torch.where(is_finite, amax, 0.0)),
-        nonfinite=state.nonfinite + (~is_finite).to(torch.float32),
+        nonfinite=state.nonfinite + is_finite.logical_not(),
     )
 
 

@@ -228,7 +228,7 @@ def test_refusals_of_specs() -> None:
         quantized_matmul(A, B, GemmSpec(a=STOCHASTIC))
     with pytest.raises(ValueError, match=r"a: got an operand quantised by .*asks for None"):
         quantized_matmul(quantize(A, TENSOR), B, GemmSpec())
-    with pytest.raises(TypeError, match=r"x: got torch.int64; must be"):
+    with pytest.raises(TypeError, match=r"a: got torch.int64; must be"):
         quantized_matmul(A.long(), B, BOTH)
     with pytest.raises(TypeError, match=r"a: got str; must be a QuantSpec or None"):
         GemmSpec(a="e4m3")  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ from mixprec.formats import FloatFormat
 from mixprec.gemm.impl import bf16_mm, emulated, scaled_mm
 from mixprec.noise import Noise
 from mixprec.quantization import QuantizedTensor, QuantSpec, quantize
+from mixprec.rounding import SOURCE_FORMATS, check_floating
 from mixprec.scaling import delayed_state
 
 Operand = Tensor | QuantizedTensor
@@ -159,11 +160,14 @@ def _flatten(x: Operand) -> Operand:
     """The operand as a matrix, rows being the product of its leading axes."""
     if isinstance(x, QuantizedTensor):
         matrix = torch.Size(x.matrix_shape)
-        return replace(x, codes=x.codes.reshape(matrix[0], -1), shape=matrix)
-    return x.reshape(-1, x.shape[-1]) if x.ndim != 2 else x
+        return replace(x, codes=x.codes.reshape(matrix[0], x.codes.shape[-1]), shape=matrix)
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 def _check(a: Operand, b: Operand, bias: Tensor | None) -> None:
+    for name, operand in (("a", a), ("b", b), ("bias", bias)):
+        if operand is not None and not isinstance(operand, QuantizedTensor):
+            check_floating(name, operand)
     if len(a.shape) < 1 or len(b.shape) != 2:
         raise ValueError(
             f"b: got shapes {tuple(a.shape)} and {tuple(b.shape)}; a is [..., K] and b is [N, K]; "
@@ -224,10 +228,15 @@ def quantized_matmul(
     (K + 3) * 2^-24 * scale * sum|a||b| plus half an ulp of the output type.
     """
     _check(a, b, bias)
-    a = _as_operand(a, gemm_spec.a, noise, 0, "a")
-    b = _as_operand(b, gemm_spec.b, noise, 1, "b")
     if out_dtype is None:
         out_dtype = a.dtype if isinstance(a, Tensor) else torch.float32
+    elif out_dtype not in SOURCE_FORMATS:
+        raise ValueError(
+            f"out_dtype: got {out_dtype}; must be float16, bfloat16, float32 or float64; for a "
+            "narrow result pass out_spec"
+        )
+    a = _as_operand(a, gemm_spec.a, noise, 0, "a")
+    b = _as_operand(b, gemm_spec.b, noise, 1, "b")
     result_dtype = out_dtype
     if (out_spec is not None or return_amax) and out_dtype != torch.float64:
         result_dtype = torch.float32

@@ -9,6 +9,7 @@ Decoded values of up to 11 mantissa bits multiply exactly in FP32, so only the s
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -52,7 +53,9 @@ def matmul(a: Operand, b: Operand, *, bias: Tensor | None, out_dtype: torch.dtyp
     if a_values.dtype != b_values.dtype:
         a_values, b_values = a_values.double(), b_values.double()
     with _exact_float32(a_values.device.type):
-        if _num_slabs(a_scale) > 1 or _num_slabs(b_scale) > 1:
+        if a_values.shape[1] == 0:
+            out = a_values.new_zeros(a_values.shape[0], b_values.shape[0])
+        elif _num_slabs(a_scale) > 1 or _num_slabs(b_scale) > 1:
             out = _matmul_by_slabs(a, a_values, a_scale, b, b_values, b_scale)
         else:
             out = _matmul_scaled(a_values, a_scale, b_values, b_scale)
@@ -96,13 +99,11 @@ def _split(x: Operand) -> tuple[Tensor, Tensor | None]:
         return x.values.reshape(x.matrix_shape), None
     values, factor = x.held or _decoded(x)
     values = values.reshape(x.matrix_shape)
-    scale = expand_blocks(x.scale, (x.spec.block[0], -1), x.matrix_shape)
-    if factor != 1.0:
-        scale = scale * factor
-    if scale.shape[1] > 1 and x.spec.scale_rule in POWER_OF_TWO_RULES:
+    if x.scale.shape[1] > 1 and x.spec.scale_rule in POWER_OF_TWO_RULES:
         # scaling by powers of two is exact, so it may come before the sum: one product in all
-        return values * expand_blocks(scale, x.spec.block, x.matrix_shape), None
-    return values, scale
+        return values * (expand_blocks(x.scale, x.spec.block, x.matrix_shape) * factor), None
+    scale = expand_blocks(x.scale, (x.spec.block[0], -1), x.matrix_shape)
+    return values, scale * factor if factor != 1.0 else scale
 
 
 def _decoded(x: QuantizedTensor) -> tuple[Tensor, float]:
@@ -115,7 +116,7 @@ def _has_no_nan_codes(x: QuantizedTensor) -> bool:
         return False
     if not x.spec.is_delayed:
         return True
-    return can_look_at(x.amax) and bool(x.amax.isfinite().all())
+    return can_look_at(x.amax) and math.isfinite(float(x.amax))
 
 
 def _matmul_by_slabs(
@@ -149,7 +150,9 @@ def _matmul_by_slabs(
 
 def _exact_float32(device_type: str) -> contextlib.AbstractContextManager[None]:
     """Autocast off, and FP32 products in full precision whatever the global setting says."""
-    is_autocast = torch.is_autocast_enabled(device_type)
+    is_autocast = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(
+        device_type
+    )
     autocast_off = torch.autocast(device_type, enabled=False) if is_autocast else None
     # Dynamo cannot trace the global setting; Inductor applies it when it compiles
     if torch.compiler.is_compiling() or torch.get_float32_matmul_precision() == "highest":

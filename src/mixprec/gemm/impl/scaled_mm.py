@@ -31,19 +31,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mixprec.formats import FloatFormat
+from mixprec.codes import float8_dtype
 from mixprec.gemm import native
 from mixprec.gemm.native import Operand
 from mixprec.hardware import generation
 from mixprec.quantization import QuantizedTensor
 
 _MULTIPLE = 16
-_DTYPES = {(4, 3, "nan"): torch.float8_e4m3fn, (5, 2, "ieee"): torch.float8_e5m2}
-
-
-def _dtype(fmt: FloatFormat) -> torch.dtype | None:
-    """torch's type with the same codes, whatever the format is called."""
-    return _DTYPES.get((fmt.exponent, fmt.mantissa, fmt.specials))
 
 
 def why_not(a: Operand, b: Operand, out_dtype: torch.dtype) -> str | None:
@@ -60,7 +54,7 @@ def why_not(a: Operand, b: Operand, out_dtype: torch.dtype) -> str | None:
     for name, operand in (("a", a), ("b", b)):
         if not isinstance(operand, QuantizedTensor):
             return f"{name}: got a high-precision tensor; both operands must be FP8"
-        if _dtype(operand.spec.format) is None:
+        if float8_dtype(operand.spec.format) is None:
             return f"{name}: got {operand.spec.format}; the units multiply e4m3 and e5m2"
         if reason := native.why_not_scales(name, operand):
             return reason
@@ -79,7 +73,7 @@ def _why_not_device(a: Operand, b: Operand) -> str | None:
     if not unit.multiplies(a.spec.format):
         major, minor = capability
         return f"device: compute capability {major}.{minor} ({unit.name}) has no FP8 units; 8.9 has"
-    if _dtype(a.spec.format) == _dtype(b.spec.format) == torch.float8_e5m2:
+    if float8_dtype(a.spec.format) == float8_dtype(b.spec.format) == torch.float8_e5m2:
         return "a, b: got e5m2 twice; NVIDIA's units multiply e5m2 with e4m3 only"
     return None
 
@@ -133,7 +127,7 @@ def _operand(q: QuantizedTensor, *, fill_rows: bool) -> Tensor:
     is_aligned = torch.compiler.is_compiling() or codes.storage_offset() % _MULTIPLE == 0
     if not (is_row_major and is_aligned):
         codes = codes.clone(memory_format=torch.contiguous_format)
-    dtype = _dtype(q.spec.format)
+    dtype = float8_dtype(q.spec.format)
     assert dtype is not None
     return codes.view(dtype)
 
@@ -151,7 +145,7 @@ def _torch_scales(
         return None
     if a.scale.numel() == b.scale.numel() == 1:
         return a.scale, b.scale
-    is_e4m3 = _dtype(b.spec.format) == torch.float8_e4m3fn
+    is_e4m3 = float8_dtype(b.spec.format) == torch.float8_e4m3fn
     is_cuda = native.device_facts(a.codes)[0] == "cuda"
     if not (is_cuda and is_e4m3 and product_dtype == torch.bfloat16):
         return None
