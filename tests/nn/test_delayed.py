@@ -229,7 +229,6 @@ def test_missing_sync_is_an_error_that_names_both_ways() -> None:
     model(x).sum().backward()
 
 
-@pytest.mark.xfail(strict=True, reason="the failed forward counts as the last one")
 def test_missing_sync_stays_an_error_until_there_is_one() -> None:
     model, x = layer(), torch.randn(4, 16)
     model(x).sum().backward()
@@ -239,7 +238,6 @@ def test_missing_sync_stays_an_error_until_there_is_one() -> None:
             model(x)
 
 
-@pytest.mark.xfail(strict=True, reason="a new tensor may live where the last weight did")
 def test_weights_of_functional_calls_are_not_taken_for_one_that_changed() -> None:
     model, x = layer(), torch.randn(4, 16)
     for changes in range(40):

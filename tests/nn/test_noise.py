@@ -123,7 +123,6 @@ def test_resumed_run_draws_what_the_uninterrupted_one_draws() -> None:
     assert not equal(step(stack(seed=7), 3), expected[3])
 
 
-@pytest.mark.xfail(strict=True, reason="a layer that keeps its recipe keeps its seed too")
 def test_converting_again_with_another_seed_takes_it() -> None:
     model = stack(seed=1)
     mixprec.convert(model, EVERYWHERE, seed=2)

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import difflib
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from mixprec.gemm.api import check_impl, resolve_spec
-from mixprec.nn.linear import QuantizedLinear, original_class, quantized_class
+from mixprec.nn.linear import (
+    NUMERICS_ATTRIBUTES,
+    QuantizedLinear,
+    is_converted_class,
+    plain_class,
+    quantized_class,
+)
 from mixprec.nn.report import Report, ReportRow, Status
 from mixprec.recipes import Recipe, get_recipe
 
@@ -39,30 +46,28 @@ class _Selection:
     kept: frozenset[int]
     read_by_weight: Mapping[int, str]
 
-    def decide(self, module: nn.Module, name: str) -> Recipe | str:
-        """The recipe for a module, or the reason to leave it alone."""
+    def decide(self, module: nn.Module, names: Sequence[str]) -> Recipe | str:
+        """The recipe for a module known by these names, or the reason to leave it alone."""
         if not isinstance(module, nn.Linear):
             return _why_no_linear(module)
         if id(module) in self.read_by_weight:
             return self.read_by_weight[id(module)]
-        kind = original_class(type(module)) if isinstance(module, QuantizedLinear) else type(module)
-        if kind is not nn.Linear:
-            if kind.__name__ not in self.include:
-                return f"a subclass of Linear; pass include=('{kind.__name__}',) to convert it"
-            if not _reaches_linear(kind):
-                return "its forward does not call nn.Linear's, so a recipe would not reach it"
-        pattern = next((pattern for pattern in self.skip if _matches(pattern, name)), None)
-        if pattern is not None:
-            return f"skip={pattern!r}"
-        if self.module_filter_fn is not None and not self.module_filter_fn(module, name):
-            return "module_filter_fn said no"
+        reason = _why_no_swap(module, self.include)
+        if reason is not None:
+            return reason
+        for pattern in self.skip:
+            if any(_matches(pattern, name) for name in names):
+                return f"skip={pattern!r}"
+        if self.module_filter_fn is not None:
+            if not all(self.module_filter_fn(module, name) for name in names):
+                return "module_filter_fn said no"
         sizes = (module.in_features, module.out_features)
         if self.multiple_of and any(size % self.multiple_of for size in sizes):
             return f"sizes {sizes[0]} and {sizes[1]} are not multiples of {self.multiple_of}"
         if id(module) in self.kept:
             return "among the last layers (keep_last)"
         for pattern, recipe in self.recipes:
-            if pattern == "*" or _matches(pattern, name):
+            if any(_matches(pattern, name) for name in names):
                 return f"recipe {recipe} quantises nothing" if recipe.is_high_precision else recipe
         return "no pattern of the recipe mapping matches"
 
@@ -75,10 +80,38 @@ def _why_no_linear(module: nn.Module) -> str:
     return _NO_PARAMETERS
 
 
+def _why_no_swap(module: nn.Linear, include: tuple[str, ...]) -> str | None:
+    """Why a linear layer cannot take another class, or None."""
+    if isinstance(module, QuantizedLinear) and not is_converted_class(type(module)):
+        return "its class was changed after conversion; undo that first"
+    if "forward" in vars(module):
+        return "its forward was replaced on the object, so a recipe would not reach it"
+    kind = plain_class(module)
+    if kind is nn.Linear:
+        return None
+    if kind.__name__ not in include:
+        return f"a subclass of Linear; pass include=('{kind.__name__}',) to convert it"
+    if is_lazy(module.weight):
+        return "its sizes are not known before its first forward; convert it after that"
+    taken = sorted(
+        name for name in NUMERICS_ATTRIBUTES if name in dir(kind) or name in vars(module)
+    )
+    if taken and not isinstance(module, QuantizedLinear):
+        return f"it has attributes of its own named {', '.join(taken)}"
+    if not _reaches_linear(kind):
+        return "its forward does not call nn.Linear's, so a recipe would not reach it"
+    return None
+
+
 def _reaches_linear(kind: type[nn.Linear]) -> bool:
-    code = getattr(kind.forward, "__code__", None)
-    inherits = kind.forward is nn.Linear.forward
-    return inherits or (code is not None and {"super", "forward"} <= set(code.co_names))
+    """Whether every forward between a subclass and nn.Linear calls the next one."""
+    for ancestor in kind.__mro__[: kind.__mro__.index(nn.Linear)]:
+        forward = vars(ancestor).get("forward")
+        if forward is not None:
+            code = getattr(forward, "__code__", None)
+            if code is None or not {"super", "forward"} <= set(code.co_names):
+                return False
+    return True
 
 
 def _read_by_weight(model: nn.Module) -> dict[int, str]:
@@ -104,6 +137,12 @@ def _last_linears(model: nn.Module, count: int) -> frozenset[int]:
 
 def _recipes(recipe: Recipes) -> tuple[tuple[str, Recipe], ...]:
     if isinstance(recipe, Mapping):
+        late = list(recipe)[list(recipe).index("*") + 1 :] if "*" in recipe else []
+        if late:
+            raise ValueError(
+                f"recipe: got patterns {', '.join(late)} after '*'; the first match wins, so they "
+                "never do; put '*' last"
+            )
         return tuple((pattern, get_recipe(entry)) for pattern, entry in recipe.items())
     return (("*", get_recipe(recipe)),)
 
@@ -119,9 +158,9 @@ def _check_patterns(argument: str, patterns: Iterable[str], names: list[str]) ->
 def _check_include(include: tuple[str, ...], model: nn.Module) -> None:
     kinds = sorted(
         {
-            original_class(type(m)).__name__ if isinstance(m, QuantizedLinear) else type(m).__name__
-            for m in model.modules()
-            if isinstance(m, nn.Linear)
+            plain_class(module).__name__
+            for module in model.modules()
+            if isinstance(module, nn.Linear)
         }
     )
     for name in include:
@@ -129,6 +168,30 @@ def _check_include(include: tuple[str, ...], model: nn.Module) -> None:
             raise ValueError(
                 f"include: got {name!r}; the model has no such Linear; it has {', '.join(kinds)}"
             )
+
+
+def _check_arguments(
+    model: object,
+    skip: object,
+    include: object,
+    multiple_of: object,
+    keep_last: object,
+    seed: object,
+) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: got {type(model).__name__}; must be an nn.Module; pass the model")
+    for name, patterns in (("skip", skip), ("include", include)):
+        if isinstance(patterns, str):
+            raise TypeError(
+                f"{name}: got {patterns!r}; must be several names; pass ({patterns!r},)"
+            )
+    for name, value, least, usual in (
+        ("multiple_of", 16 if multiple_of is None else multiple_of, 1, 16),
+        ("keep_last", keep_last, 0, 0),
+        ("seed", seed, 0, 0),
+    ):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(f"{name}: got {value!r}; must be at least {least}; use {usual}")
 
 
 def convert(
@@ -174,18 +237,14 @@ def convert(
         UserWarning: Nothing was converted although a recipe quantises; or the CPU flushes FP32
             subnormals to zero, which small scales need.
     """
-    recipes = _recipes(recipe)
-    skip = tuple(skip)
+    _check_arguments(model, skip, include, multiple_of, keep_last, seed)
+    recipes, skip = _recipes(recipe), tuple(skip)
     classes = tuple(entry if isinstance(entry, str) else entry.__name__ for entry in include)
     named = list(model.named_modules(remove_duplicate=False))
     names = [name for name, _ in named if name]
     _check_patterns("skip", skip, names)
     _check_patterns("recipe", (pattern for pattern, _ in recipes), names)
     _check_include(classes, model)
-    if keep_last < 0:
-        raise ValueError(f"keep_last: got {keep_last}; must be at least 0; use 0 to keep none")
-    if multiple_of is not None and multiple_of < 1:
-        raise ValueError(f"multiple_of: got {multiple_of}; must be at least 1; use 16 for FP8")
     selection = _Selection(
         recipes=recipes,
         skip=skip,
@@ -195,15 +254,18 @@ def convert(
         kept=_last_linears(model, keep_last),
         read_by_weight=_read_by_weight(model),
     )
-    first = {id(module): name for name, module in reversed(named)}
-    decisions = {name: selection.decide(module, first[id(module)]) for name, module in named}
+    aliases: dict[int, list[str]] = {}
+    for name, module in named:
+        aliases.setdefault(id(module), []).append(name)
+    decisions = {name: selection.decide(module, aliases[id(module)]) for name, module in named}
     chosen = {entry for entry in decisions.values() if isinstance(entry, Recipe)}
     impls = {entry: _resolved(entry, model, check_impl(impl)) for entry in chosen}
     report = _convert(named, decisions, impls, (impl, seed))
     wants = any(not entry.is_high_precision for _, entry in recipes)
     if wants and not report.converted:
         warnings.warn("convert: nothing was converted; print the report for why", stacklevel=2)
-    if report.converted and float(torch.full((), 2.0**-127) * 1.0) == 0.0:
+    subnormal = torch.full((), 2.0**-127, dtype=torch.float32, device="cpu")
+    if report.converted and float(subnormal * 1.0) == 0.0:
         warnings.warn(
             "convert: FP32 subnormals are flushed to zero; small scales need them; call "
             "torch.set_flush_denormal(False)",
@@ -243,10 +305,9 @@ def _convert(
 def _row(
     name: str, module: nn.Module, status: Status, recipe: Recipe | None, impl: str, reason: str
 ) -> ReportRow:
-    kind = original_class(type(module)) if isinstance(module, QuantizedLinear) else type(module)
     return ReportRow(
         name=name,
-        type=kind.__name__,
+        type=plain_class(module).__name__,
         status=status,
         recipe="" if recipe is None else str(recipe),
         impl=impl,
@@ -275,13 +336,14 @@ def _parameter_owners(named: list[tuple[str, nn.Module]]) -> dict[int, dict[int,
 
 
 def _tie_note(module: nn.Linear, owners: Mapping[int, Mapping[int, str]]) -> str:
-    others = [name for key, name in owners[id(module.weight)].items() if key != id(module)]
+    holders = owners.get(id(module.weight), {})
+    others = [name for key, name in holders.items() if key != id(module)]
     return f"weight shared with {', '.join(others)}" if others else ""
 
 
 def _swap(module: nn.Linear, recipe: Recipe, impl: str, seed: int, index: int) -> None:
     if isinstance(module, QuantizedLinear) and module.recipe == recipe:
-        module.impl = impl
+        module.impl, module.noise_seed = impl, seed
         return
     if not isinstance(module, QuantizedLinear):
         module.__class__ = quantized_class(type(module))
@@ -290,8 +352,13 @@ def _swap(module: nn.Linear, recipe: Recipe, impl: str, seed: int, index: int) -
 
 
 def _restore(module: QuantizedLinear) -> None:
+    if not is_converted_class(type(module)):
+        raise ValueError(
+            f"model: got a layer of class {type(module).__name__}; its class was changed after "
+            "conversion, for instance by a parametrisation; undo that first"
+        )
     module.stop_numerics()
-    module.__class__ = original_class(type(module))  # type: ignore[assignment]
+    module.__class__ = plain_class(module)
 
 
 def revert(model: nn.Module) -> None:

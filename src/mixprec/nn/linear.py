@@ -6,6 +6,7 @@ A layer is converted by giving it another class. The object, its parameters, hoo
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +35,8 @@ _PREFIX = "mixprec_"
 _NOISE_STEP = f"{_PREFIX}noise_step"
 _HISTORY_NAMES = tuple(f"{_PREFIX}amax_{path.replace('.', '_')}" for path in OPERANDS)
 _STREAMS_PER_LAYER = 8
+NUMERICS_ATTRIBUTES = ("recipe", "impl", "noise_seed", "noise_stream", "_seen_weight")
+"""What a converted layer has beside its buffers."""
 
 
 def _is_recomputing() -> bool:
@@ -57,7 +60,7 @@ class QuantizedLinear(nn.Linear):
     impl: str
     noise_seed: int
     noise_stream: int
-    _seen_weight: tuple[int, int] | None
+    _seen_weight: tuple[weakref.ref[Tensor], int] | None
 
     def start_numerics(self, recipe: Recipe, impl: str, seed: int, index: int) -> None:
         """Take a recipe with fresh state; ``index`` is the module's place in the model."""
@@ -65,11 +68,16 @@ class QuantizedLinear(nn.Linear):
         self.recipe, self.impl = recipe, impl
         self.noise_seed, self.noise_stream = seed, _STREAMS_PER_LAYER * index
         self._seen_weight = None
-        device = self.weight.device
+        # state made inside inference mode could never be written outside it
+        with torch.inference_mode(False):
+            self._register_state(recipe, self.weight.device)
+
+    def _register_state(self, recipe: Recipe, device: torch.device) -> None:
         for position in delayed_positions(recipe):
             spec = recipe.specs[position]
             assert spec is not None
-            packed = torch.zeros(spec.amax_history_len + 2, device=device)
+            size = spec.amax_history_len + 2
+            packed = torch.zeros(size, dtype=torch.float32, device=device)
             self.register_buffer(_HISTORY_NAMES[position], packed, persistent=False)
         if any(spec is not None and spec.is_stochastic for spec in recipe.specs):
             step = torch.zeros((), dtype=torch.int64, device=device)
@@ -79,7 +87,7 @@ class QuantizedLinear(nn.Linear):
         """Remove everything that ``start_numerics`` added."""
         for name in list(self.numerics_buffers()):
             delattr(self, name)
-        for name in ("recipe", "impl", "noise_seed", "noise_stream", "_seen_weight"):
+        for name in NUMERICS_ATTRIBUTES:
             self.__dict__.pop(name, None)
 
     def numerics_buffers(self) -> dict[str, Tensor]:
@@ -160,14 +168,14 @@ class QuantizedLinear(nn.Linear):
         # a version changes every step, so compiled code would be compiled anew each time
         if torch.compiler.is_compiling() or self.weight.is_inference():
             return
-        now = (id(self.weight), self.weight._version)
-        seen, self._seen_weight = self._seen_weight, now
-        if seen is not None and seen[0] == now[0] and seen[1] != now[1]:
+        seen, version = self._seen_weight, self.weight._version
+        if seen is not None and seen[0]() is self.weight and seen[1] != version:
             raise ValueError(
                 f"weight: got a new value since the last training forward; recipe {self.recipe} "
                 "rolls its amax history once a step; call mixprec.sync_scales(model) after each "
                 "optimizer step, or mixprec.attach(model, optimizer) once"
             )
+        self._seen_weight = (weakref.ref(self.weight), version)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedLinear:
         before = self.numerics_buffers()
@@ -187,10 +195,14 @@ class QuantizedLinear(nn.Linear):
         super()._load_from_state_dict(*args, **kwargs)
         self.forget_weight()
 
+    def __getstate__(self) -> dict[str, Any]:
+        # a copy has another weight, and a weak reference cannot be pickled
+        return self.__dict__ | {"_seen_weight": None}
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if type(self) is QuantizedLinear:
+        if type(self) is QuantizedLinear or not is_converted_class(type(self)):
             return super().__reduce_ex__(protocol)
-        return _rebuild, (original_class(type(self)),), self.__getstate__()
+        return _rebuild, (plain_class(self),), self.__getstate__()
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self.recipe}, impl={self.impl}"
@@ -210,9 +222,17 @@ def quantized_class(original: type[nn.Linear]) -> type[QuantizedLinear]:
     return _CLASSES[original]
 
 
-def original_class(quantized: type[nn.Module]) -> type[nn.Linear]:
-    """The class that a converted layer had before."""
-    return nn.Linear if quantized is QuantizedLinear else quantized.__bases__[0]
+def is_converted_class(kind: type[nn.Module]) -> bool:
+    """Whether a class is one that conversion gives, not one that something else derived from it."""
+    return kind in _CLASSES.values()
+
+
+def plain_class(module: nn.Module) -> Any:
+    """The class of a module; of a converted layer the one that it had before."""
+    for original, quantized in _CLASSES.items():
+        if type(module) is quantized:
+            return original
+    return type(module)
 
 
 def _rebuild(original: type[nn.Linear]) -> QuantizedLinear:

@@ -27,7 +27,7 @@ def _histories(model: nn.Module) -> dict[tuple[int, torch.device], list[tuple[st
     groups = defaultdict(list)
     for name, layer in converted_layers(model):
         for buffer_name, buffer in layer.numerics_buffers().items():
-            if buffer.is_floating_point():
+            if buffer.is_floating_point() and not buffer.is_meta:
                 key = (len(buffer), buffer.device)
                 groups[key].append((f"{name}.{buffer_name}".lstrip("."), buffer))
     return groups
