@@ -30,16 +30,22 @@ def batch(index: int, width: int = 16) -> Tensor:
     return torch.randn(8, width, generator=torch.Generator().manual_seed(index))
 
 
-def live_tensors() -> int:
+def live_tensors() -> list[Tensor]:
     gc.collect()
-    return sum(issubclass(type(entry), Tensor) for entry in gc.get_objects())
+    return [entry for entry in gc.get_objects() if issubclass(type(entry), Tensor)]
+
+
+def new_tensors(before: list[weakref.ref[Tensor]]) -> int:
+    """How many there are beside those that other tests left behind and may free meanwhile."""
+    old = {id(tensor) for ref in before if (tensor := ref()) is not None}
+    return sum(id(tensor) not in old for tensor in live_tensors())
 
 
 def test_training_leaks_no_tensors_even_when_forward_raises() -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     mixprec.attach(model, optimizer)
-    counts = {}
+    counts, before = {}, [weakref.ref(tensor) for tensor in live_tensors()]
     for step in range(1, 201):
         if step % 10 == 0:
             with pytest.raises(ValueError, match=r"x: got shape \(8, 15\)"):
@@ -48,7 +54,7 @@ def test_training_leaks_no_tensors_even_when_forward_raises() -> None:
         model(batch(step)).square().mean().backward()
         optimizer.step()
         if step in (20, 200):
-            counts[step] = live_tensors()
+            counts[step] = new_tensors(before)
     assert counts[200] == counts[20]
 
 
