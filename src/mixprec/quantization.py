@@ -193,9 +193,9 @@ class QuantizedTensor:
         is_square = free == contraction
         return QuantizedTensor(
             codes=self.codes.t(),
-            scale=None if self.scale is None else self.scale.t(),
-            amax=None if self.amax is None else self.amax.t(),
-            encode=None if self.encode is None else self.encode.t(),
+            scale=_transposed(self.scale),
+            amax=_transposed(self.amax),
+            encode=_transposed(self.encode),
             held=None if self.held is None else (self.held[0].t(), self.held[1]),
             spec=self.spec if is_square else replace(self.spec, block=(contraction, free)),
             shape=torch.Size(self.shape[::-1]),
@@ -205,6 +205,10 @@ class QuantizedTensor:
     def nbytes(self) -> int:
         """Bytes of codes and scales."""
         return self.codes.nbytes + (0 if self.scale is None else self.scale.nbytes)
+
+
+def _transposed(per_block: Tensor | None) -> Tensor | None:
+    return per_block if per_block is None or per_block.numel() == 1 else per_block.t()
 
 
 def _is_count(value: object) -> bool:
@@ -270,7 +274,9 @@ def quantize(
             "state: got None; delayed scaling needs it; pass state=delayed_state(length), or a "
             "spec with amax_history_len=0"
         )
-    matrix = x.detach().reshape(_matrix_shape(x.shape))
+    matrix = x.detach()
+    if x.ndim != 2:
+        matrix = matrix.reshape(_matrix_shape(x.shape))
     if x.dtype == torch.float64 and spec.scale_rule != UNSCALED:
         matrix = matrix.float()
     amax = scale = encode = None
@@ -282,7 +288,8 @@ def quantize(
         encode, scale = encode_and_scale(used, spec.scale_rule, spec.format.max, spec.min_amax)
         amax = amax.to(torch.float32)
         codes = _scaled_codes(matrix, spec, encode, amax, noise)
-    codes = codes.reshape(x.shape)
+    if x.ndim != 2:
+        codes = codes.reshape(x.shape)
     if _is_packed(spec.format):
         codes = pack_nibbles(_pad_to_even(codes), spec.format)
     return QuantizedTensor(

@@ -107,8 +107,8 @@ def encode_and_scale(
     wide = amax.to(torch.float64)
     if min_amax:
         wide = wide.clamp(min=min_amax)
-    encode = torch.where(wide == 0, 1.0, SCALE_RULES[rule](wide, largest))
-    return encode, encode.to(torch.float64).reciprocal().to(torch.float32)
+    encode = SCALE_RULES[rule](wide, largest).masked_fill_(wide == 0, 1.0)
+    return encode, encode.to(torch.float64).reciprocal_().to(torch.float32)
 
 
 class DelayedState(NamedTuple):
@@ -161,11 +161,9 @@ def delayed_amax(state: DelayedState, algo: AmaxComputeAlgo, own: Tensor) -> Ten
 def record_amax(state: DelayedState, amax: Tensor) -> DelayedState:
     """The state after one use: amaxes combine by maximum, non-finite ones are only counted."""
     amax = amax.to(torch.float32).reshape(())
-    # false for NaN too, and one operation where isfinite is four
-    is_finite = amax < torch.inf
+    finite = amax.nan_to_num(nan=0.0, posinf=0.0)
     return state._replace(
-        pending=torch.maximum(state.pending, torch.where(is_finite, amax, 0.0)),
-        nonfinite=state.nonfinite + is_finite.logical_not(),
+        pending=torch.maximum(state.pending, finite), nonfinite=state.nonfinite + (amax != finite)
     )
 
 

@@ -61,9 +61,7 @@ def sync_scales(model: nn.Module, *, skipped: bool = False) -> None:
         counts = state.nonfinite.tolist()
         nonfinite += [name for (name, _), count in zip(group, counts, strict=True) if count]
         state = discard_pending(state) if skipped else roll_history(state)
-        rolled = join_state(state)
-        for (_, buffer), new in zip(group, rolled, strict=True):
-            buffer.copy_(new)
+        torch._foreach_copy_([buffer for _, buffer in group], list(join_state(state)))
     for _, layer in converted_layers(model):
         layer.forget_weight()
     if nonfinite:

@@ -68,7 +68,8 @@ def _matmul_scaled(
     a_values: Tensor, a_scale: Tensor | None, b_values: Tensor, b_scale: Tensor | None
 ) -> Tensor:
     """Scales that do not change along the contraction: after the sum, a tensor's within it."""
-    scales = [scale for scale in (a_scale, _transposed(b_scale)) if scale is not None]
+    row = None if b_scale is None else b_scale.t()
+    scales = [scale for scale in (a_scale, row) if scale is not None]
     factor = 1.0
     for scale in scales:
         factor *= float(scale) if scale.numel() == 1 and can_look_at(scale) else 1.0
@@ -83,10 +84,6 @@ def _matmul_scaled(
     return out
 
 
-def _transposed(scale: Tensor | None) -> Tensor | None:
-    return None if scale is None else scale.t()
-
-
 def _num_slabs(scale: Tensor | None) -> int:
     return 1 if scale is None else scale.shape[1]
 
@@ -98,7 +95,8 @@ def _split(x: Operand) -> tuple[Tensor, Tensor | None]:
     if x.scale is None:
         return x.values.reshape(x.matrix_shape), None
     values, factor = x.held or _decoded(x)
-    values = values.reshape(x.matrix_shape)
+    if values.ndim != 2:
+        values = values.reshape(x.matrix_shape)
     if x.scale.shape[1] > 1 and x.spec.scale_rule in POWER_OF_TWO_RULES:
         # scaling by powers of two is exact, so it may come before the sum: one product in all
         return values * (expand_blocks(x.scale, x.spec.block, x.matrix_shape) * factor), None
