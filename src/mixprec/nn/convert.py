@@ -260,9 +260,10 @@ def convert(
     decisions = {name: selection.decide(module, aliases[id(module)]) for name, module in named}
     chosen = {entry for entry in decisions.values() if isinstance(entry, Recipe)}
     impls = {entry: _resolved(entry, model, check_impl(impl)) for entry in chosen}
-    report = _convert(named, decisions, impls, (impl, seed))
-    wants = any(not entry.is_high_precision for _, entry in recipes)
-    if wants and not report.converted:
+    rows = _convert(named, decisions, impls, (impl, seed))
+    asked = any(not entry.is_high_precision for _, entry in recipes)
+    report = Report(rows=rows, asked=asked)
+    if asked and not report.converted:
         warnings.warn("convert: nothing was converted; print the report for why", stacklevel=2)
     subnormal = torch.full((), 2.0**-127, dtype=torch.float32, device="cpu")
     if report.converted and float(subnormal * 1.0) == 0.0:
@@ -279,7 +280,7 @@ def _convert(
     decisions: Mapping[str, Recipe | str],
     impls: Mapping[Recipe, str],
     settings: tuple[str, int],
-) -> Report:
+) -> tuple[ReportRow, ...]:
     rows = []
     first_names: dict[int, str] = {}
     owners = _parameter_owners(named)
@@ -299,7 +300,7 @@ def _convert(
             _restore(module)
         if decision != _NO_PARAMETERS or not any(True for _ in module.children()):
             rows.append(_row(name, module, "left", None, "", decision))
-    return Report(rows=tuple(rows))
+    return tuple(rows)
 
 
 def _row(

@@ -26,9 +26,15 @@ class ReportRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Every module that holds parameters or has no children, in the model's order."""
+    """Every module that holds parameters or has no children, in the model's order.
+
+    Args:
+        rows: The modules.
+        asked: Whether some recipe quantises, so that converting nothing is worth a loud word.
+    """
 
     rows: tuple[ReportRow, ...]
+    asked: bool = True
 
     @property
     def converted(self) -> tuple[ReportRow, ...]:
@@ -43,7 +49,8 @@ class Report:
     def table(self) -> Table:
         """The report as a rich table."""
         title = f"{len(self.converted)} converted, {len(self.left)} left alone"
-        table = Table(title="NOTHING WAS CONVERTED" if not self.converted else title)
+        is_loud = self.asked and not self.converted
+        table = Table(title="NOTHING WAS CONVERTED" if is_loud else title)
         for column in ("module", "type", "status", "recipe", "impl", "why"):
             table.add_column(column, overflow="fold")
         for row in self.rows:
