@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import gfloat
 import numpy as np
@@ -81,9 +82,14 @@ def test_critical_numbers_equal_fractions(fmt: FloatFormat, dtype: torch.dtype) 
         check(x, fmt, mode, saturate, np.array(want))
 
 
-@pytest.mark.parametrize("count", [200, pytest.param(20_000, marks=pytest.mark.slow)])
+def counts(everyday: int, slow: int) -> list[Any]:
+    """A few patterns for every format, and many, marked slow, for those of the table."""
+    many = [pytest.param(fmt, slow, marks=pytest.mark.slow) for fmt in FORMATS.values()]
+    return [(fmt, everyday) for fmt in EVERY_FORMAT] + many
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("fmt", EVERY_FORMAT, ids=str)
+@pytest.mark.parametrize(("fmt", "count"), counts(200, 20_000), ids=str)
 def test_random_patterns_equal_fractions(fmt: FloatFormat, dtype: torch.dtype, count: int) -> None:
     x = torch.from_numpy(patterns(fmt, NUMPY[dtype], count))
     draws = draw_array(SEED, STEP, STREAM, 1, x.numel())[0].tolist()
@@ -95,9 +101,8 @@ def test_random_patterns_equal_fractions(fmt: FloatFormat, dtype: torch.dtype, c
         check(x, fmt, mode, saturate, np.array(want))
 
 
-@pytest.mark.parametrize("count", [20_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("fmt", EVERY_FORMAT, ids=str)
+@pytest.mark.parametrize(("fmt", "count"), counts(20_000, 1_000_000), ids=str)
 def test_random_patterns_equal_arrays(fmt: FloatFormat, dtype: torch.dtype, count: int) -> None:
     x = torch.from_numpy(patterns(fmt, NUMPY[dtype], count))
     draws = draw_array(SEED, STEP, STREAM, 1, x.numel())[0]
