@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import random
+from fractions import Fraction
+
 import pytest
 
-from mixprec.formats import FORMATS, FloatFormat
+from mixprec.formats import FORMATS, FloatFormat, code_values
 from mixprec.hardware import (
     ACCELERATORS,
     GENERATIONS,
@@ -123,3 +127,30 @@ def test_generation_names_are_unique_and_formats_known() -> None:
 def test_generation_refuses_an_unknown_vendor() -> None:
     with pytest.raises(ValueError, match="vendor: got 'intel'; the table has nvidia and amd"):
         generation((1, 0), "intel")
+
+
+def cut_sum(terms: list[float]) -> float:
+    """Terms cut toward zero to multiples of 2^(e - 13), e the largest exponent, and added."""
+    step = 2.0 ** (max(math.frexp(term)[1] for term in terms if term) - 1 - 13)
+    return sum(math.trunc(term / step) for term in terms) * step
+
+
+@pytest.mark.parametrize("share", [1.0, 0.05])
+def test_bound_on_the_sums_of_hopper_holds_for_the_model_behind_it(share: float) -> None:
+    assert "132 * 2^-13 * scale * sum|a||b|" in generation((9, 0)).fp8_sums
+    draw = random.Random(0)
+    values = [value for value in code_values(FORMATS["e4m3"]) if math.isfinite(value)]
+    for _ in range(50):
+        large = draw.choices(values, k=256)
+        products = [a * b for a, b in zip(large, draw.choices(values, k=256), strict=True)]
+        # many small products after one large: what a short accumulator loses most of
+        products = [p if i % 128 == 0 else p * share for i, p in enumerate(products)]
+        total = 0.0
+        for slab in (products[:128], products[128:]):
+            part = 0.0
+            for start in range(0, 128, 32):
+                part = cut_sum([part, *slab[start : start + 32]])
+            total += part
+        error = abs(Fraction(total) - sum(map(Fraction, products)))
+        bound = Fraction(132, 2**13) * sum(abs(Fraction(product)) for product in products)
+        assert Fraction(1, 2**24) * bound < error <= bound

@@ -69,6 +69,43 @@ def test_native_support_needs_torchs_type(version: str, native: bool) -> None:
         assert found.reason == "needs torch 2.1, this is 2.0"
 
 
+@pytest.mark.parametrize(
+    ("name", "capability", "note"),
+    [
+        (
+            "fp8_rowwise",
+            (9, 0),
+            "; FP8 sums in about 13 fraction bits, collected in FP32 every 128",
+        ),
+        ("fp8_tensorwise", (8, 9), "; FP8 sums in about 13 fraction bits (measured; no bound is"),
+        ("fp8_rowwise", (10, 0), ""),
+        ("fp32", (9, 0), ""),
+    ],
+)
+def test_native_support_says_where_sums_take_fewer_bits(
+    name: str, capability: tuple[int, int], note: str
+) -> None:
+    recipe = get_recipe(name)
+    place = native_support(FORMATS["fp32"], capability).reason
+    found = native_support(recipe, capability)
+    assert found.native
+    assert found.reason.startswith(f"{place}{note}")
+    assert bool(note) == (found.reason != place)
+    fp8 = native_support(FORMATS["e4m3"], capability).reason
+    assert fp8.startswith(f"{place}; FP8 sums") == (capability < (10, 0))
+
+
+def test_local_support_says_where_sums_take_fewer_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(survey, "resolve_spec", lambda *_: ("scaled_mm", "native"))
+    found = survey.local_support(get_recipe("fp8_rowwise"))
+    assert (found.native, set(found.impls.values())) == (True, {"scaled_mm"})
+    assert found.reason.startswith("native; FP8 sums in about 13 fraction bits, collected in FP32")
+    assert "132 * 2^-13 * scale * sum|a||b|" in found.reason
+    assert survey.local_support(get_recipe("fp32")).reason == "high precision: torch's own product"
+
+
 def test_native_support_refuses_what_it_cannot_read() -> None:
     with pytest.raises(ValueError, match="torch_version: got 'main'; must start with two numbers"):
         native_support(FORMATS["e4m3"], (9, 0), "main")
@@ -165,7 +202,7 @@ def test_device_on_which_torch_fails_is_reported(monkeypatch: pytest.MonkeyPatch
     def fail(*_: object) -> None:
         raise RuntimeError("CUDA error: no kernel image is available\nfor execution")
 
-    monkeypatch.setattr(survey, "quantize", fail)
+    monkeypatch.setattr(survey, "resolve_spec", fail)
     found = survey.local_support(get_recipe("fp8_tensorwise"))
     assert (found.native, found.impls) == (False, {})
     assert found.reason.startswith("torch fails on ")

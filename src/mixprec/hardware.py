@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from mixprec.formats import FORMATS, FloatFormat
@@ -40,16 +40,19 @@ class Generation:
             gives it (on AMD: of the gfx number).
         formats: Names in ``FORMATS`` that the matrix units multiply; fp32 and fp64 run on every GPU
             and are always among them.
+        fp8_sums: How the FP8 units add, where it is in fewer bits than FP32, and the bound on the
+            error; a model after published measurements. Empty where they add in FP32.
     """
 
     vendor: str
     name: str
     capability: tuple[int, int]
     formats: frozenset[str]
+    fp8_sums: str = ""
 
     def multiplies(self, fmt: FloatFormat) -> bool:
         """Whether the matrix units take a format, whatever it is called."""
-        return any(replace(fmt, name=name) == FORMATS[name] for name in self.formats)
+        return any(fmt == FORMATS[name] for name in self.formats)
 
 
 _PLAIN = frozenset({"fp32", "fp64"})
@@ -58,15 +61,28 @@ _AMPERE = _HALF | {"bf16", "tf32"}
 _FP8 = _AMPERE | {"e4m3", "e5m2"}
 _FP4 = _FP8 | {"e3m2", "e2m3", "e2m1"}
 
+# An instruction adds 32 products and the sum so far, each cut to a multiple of 2^(e - 13), e the
+# exponent of the largest: below 33 * 2^-13 of it. Four of them fill the 128 products between two
+# additions to the FP32 sum, and no term exceeds sum |a||b|.
+_HOPPER_SUMS = (
+    "FP8 sums in about 13 fraction bits, collected in FP32 every 128 products: error up to "
+    "132 * 2^-13 * scale * sum|a||b| (a model after measurements)"
+)
+_ADA_SUMS = "FP8 sums in about 13 fraction bits (measured; no bound is known)"
+
 # Sources: CUDA C++ Programming Guide (features by compute capability), PTX ISA (mma, wgmma and
-# tcgen05.mma operand types), AMD CDNA 3 instruction set (fp8 there is the fnuz kind).
+# tcgen05.mma operand types), AMD CDNA 3 instruction set (fp8 there is the fnuz kind). Sums of FP8
+# products: DeepSeek-V3 report (arXiv 2412.19437, section 3.3.2); Khattak and Mikaitis, Accurate
+# Models of NVIDIA Tensor Cores (arXiv 2512.07004); SageAttention2 (arXiv 2411.10958) for Ada.
 GENERATIONS = (
     Generation(vendor="nvidia", name="Pascal or older", capability=(0, 0), formats=_PLAIN),
     Generation(vendor="nvidia", name="Volta", capability=(7, 0), formats=_HALF),
     Generation(vendor="nvidia", name="Turing", capability=(7, 5), formats=_HALF),
     Generation(vendor="nvidia", name="Ampere", capability=(8, 0), formats=_AMPERE),
-    Generation(vendor="nvidia", name="Ada", capability=(8, 9), formats=_FP8),
-    Generation(vendor="nvidia", name="Hopper", capability=(9, 0), formats=_FP8),
+    Generation(vendor="nvidia", name="Ada", capability=(8, 9), formats=_FP8, fp8_sums=_ADA_SUMS),
+    Generation(
+        vendor="nvidia", name="Hopper", capability=(9, 0), formats=_FP8, fp8_sums=_HOPPER_SUMS
+    ),
     Generation(vendor="nvidia", name="Blackwell", capability=(10, 0), formats=_FP4),
     Generation(vendor="nvidia", name="Blackwell (RTX)", capability=(12, 0), formats=_FP4),
     Generation(vendor="amd", name="older than CDNA 3", capability=(0, 0), formats=_HALF | {"bf16"}),

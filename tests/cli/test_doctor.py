@@ -61,6 +61,7 @@ def test_hopper_says_that_fp4_is_emulated(cli: Callable, monkeypatch: pytest.Mon
     emulated = out.split("emulated   ")[1:]
     (fp4,) = (row for row in emulated if "e2m1" in row)
     assert "no units in Hopper (9.0); Blackwell (10.0) has" in fp4
+    assert "error up to 132 * 2^-13 * scale * sum|a||b|" in " ".join(out.split())
     assert "NVIDIA H100 80GB HBM3, compute capability 9.0, 80 GB" in " ".join(out.split())
     assert "tf32 494.7" in " ".join(out.split())
     assert "broken, OSError: no x.so" in " ".join(out.split())
