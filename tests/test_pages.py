@@ -16,7 +16,7 @@ from mixprec.pages.comparison import render
 RESULT: dict[str, Any] = {
     "model": "mnist_cnn",
     "data": "mnist",
-    "timing_note": "emulated: timing is not hardware speed",
+    "notes": ["emulated: timing is not hardware speed", "sums < 24 bits"],
     "runs": [
         {
             "recipe": "fp32",
@@ -105,7 +105,7 @@ def test_page_loads_nothing_and_is_whole(text: str) -> None:
     assert page.open == []
     assert text.startswith("<!DOCTYPE html>")
     assert "<h1>mnist_cnn on mnist</h1>" in text
-    assert "<p>emulated: timing is not hardware speed</p>" in text
+    assert "<p>emulated: timing is not hardware speed</p>\n<p>sums &lt; 24 bits</p>" in text
     assert not re.search(r"@import|url\(\s*['\"]?https?:", text.split("<script")[0])
 
 

@@ -74,7 +74,7 @@ def test_dry_run_writes_nothing(cli: Callable, config: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--set", "train.sed=3"], ["train.sed: unknown key; did you mean seed?"]),
+        (["--set", "train.sed=3"], ["train.sed: got an unknown key; did you mean seed?"]),
         (
             ["--set", "train.seed=x", "--set", "data.batch_size=0"],
             ["data.batch_size: got 0", "train.seed: got 'x'"],

@@ -198,10 +198,33 @@ def test_a_run_that_fails_says_so_and_the_others_go_on(
 def test_emulation_is_told_apart_from_hardware_speed(small: Small) -> None:
     config = small("convert.impl=emulated")
     emulated = compare.run(config, recipes=["fp32", "fp8_rowwise"], steps=2, console=quiet())
-    assert emulated["timing_note"] == "emulated: timing is not hardware speed"
+    assert emulated["notes"] == ["emulated: timing is not hardware speed"]
     assert emulated["runs"][1]["impl"] == "emulated"
     native = compare.run(config, recipes=["fp32"], steps=1, console=quiet())
-    assert native["timing_note"] is None
+    assert native["notes"] == []
+
+
+@pytest.mark.parametrize(
+    ("impls", "device", "capability", "expected"),
+    [
+        ("native scaled_mm", "cuda", (9, 0), ["FP8 sums in about 13 fraction bits, collected in"]),
+        ("native scaled_mm", "cuda", (10, 0), []),
+        ("scaled_mm/emulated", "cuda", (9, 0), [compare.EMULATED_NOTE, "FP8 sums in about 13"]),
+        ("emulated", "cuda", (9, 0), [compare.EMULATED_NOTE]),
+        ("scaled_mm", "cpu", (9, 0), []),
+    ],
+)
+def test_notes_say_where_sums_take_fewer_bits(
+    impls: str,
+    device: str,
+    capability: tuple[int, int],
+    expected: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    notes = compare._notes(impls, torch.device(device))
+    assert len(notes) == len(expected)
+    assert all(map(str.startswith, notes, expected))
 
 
 def test_default_recipes_and_that_of_the_configuration(small: Small) -> None:

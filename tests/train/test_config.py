@@ -53,9 +53,9 @@ def test_every_mistake_is_listed_at_once() -> None:
         }
     )
     expected = [
-        "modle: unknown key; did you mean model?",
+        "modle: got an unknown key; did you mean model?",
         "recipe: got 'fp8_tensorwize'; unknown, did you mean fp8_tensorwise",
-        "data.batchsize: unknown key; did you mean batch_size?",
+        "data.batchsize: got an unknown key; did you mean batch_size?",
         "data.eval_batch_size: got 0; input should be greater than or equal to 1",
         "optimizer.lr: got -1.0; input should be greater than or equal to 0",
         "optimizer.name: got 'adadelt'; unknown, did you mean adadelta",
@@ -108,7 +108,7 @@ def test_none_is_the_default() -> None:
 
 def test_unknown_optimizer_options_name_the_nearest() -> None:
     assert lines({"optimizer": {"options": {"roh": 0.8, "rho": 0.9}}}) == [
-        "optimizer.options.roh: unknown key; did you mean rho?"
+        "optimizer.options.roh: got an unknown key; did you mean rho?"
     ]
 
 
@@ -144,8 +144,8 @@ def test_a_setting_wins_over_the_file_and_the_last_one_over_all(tmp_path: Path) 
         ("=3", "a setting reads section.key=value"),
         ("recipe=fp32;recipe.output.a=none", "recipe is a value, not a table"),
         ("train.seed=3;train.seed.a=4", "seed is a value, not a table"),
-        ("train.sed=3", "train.sed: unknown key; did you mean seed"),
-        ("trian.seed=3", "trian: unknown key; did you mean train"),
+        ("train.sed=3", "train.sed: got an unknown key; did you mean seed"),
+        ("trian.seed=3", "trian: got an unknown key; did you mean train"),
     ],
 )
 def test_settings_that_cannot_be_used(setting: str, match: str) -> None:

@@ -99,8 +99,8 @@ def _show(result: Mapping[str, Any]) -> None:
     for run in runs:
         if run["failure"]:
             console().print(f"{run['recipe']}: {run['failure']}")
-    if result["timing_note"]:
-        console().print(result["timing_note"])
+    for note in result["notes"]:
+        console().print(note)
 
 
 def _row(run: Mapping[str, Any]) -> tuple[str, ...]:

@@ -83,5 +83,5 @@ def _words(spec: QuantSpec | None) -> tuple[str, str, str, str]:
         return "high precision", "", "", ""
     free, contraction = spec.block
     block = _BLOCKS.get(spec.block, f"{free} x {contraction}")
-    scale = f"{spec.scale_rule}, delayed {spec.amax_history_len}" if spec.is_delayed else ""
-    return str(spec.format), block, scale or spec.scale_rule, spec.rounding
+    delayed = f", delayed {spec.amax_history_len}" if spec.is_delayed else ""
+    return str(spec.format), block, f"{spec.scale_rule}{delayed}", spec.rounding

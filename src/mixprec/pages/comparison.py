@@ -1,4 +1,4 @@
-"""The page of a comparison: the loss curves of its runs and the table that the command prints."""
+"""The page of a comparison: the loss curves of its runs, and a table of all their figures."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ th {{ vertical-align: bottom; }}
 <h1>{title}</h1>
 {curves}
 <div class="wide">{table}</div>
-<p>{note}</p>
+{notes}
 </body>
 </html>
 """
@@ -49,8 +49,8 @@ def render(result: Mapping[str, Any]) -> str:
     """One HTML page of a comparison's result, plotting library included, so it needs no network.
 
     Args:
-        result: What ``result.json`` of a comparison holds: ``model``, ``data``, ``timing_note``
-            and ``runs``, a list of mappings, one a recipe. ``curve`` in a run is ``{"step": [...],
+        result: What ``result.json`` of a comparison holds: ``model``, ``data``, ``notes`` and
+            ``runs``, a list of mappings, one a recipe. ``curve`` in a run is ``{"step": [...],
             "loss": [...]}``, drawn as a line; every other entry becomes a cell, a mapping (SQNR by
             operand) one for each of its own entries. None, which stands for a number that is not
             known or not finite, leaves the cell empty, and a column with nothing else is left out.
@@ -70,7 +70,7 @@ def render(result: Mapping[str, Any]) -> str:
         title=escape(title),
         curves=_curves(runs),
         table=_table(runs),
-        note=escape(result.get("timing_note") or ""),
+        notes="\n".join(f"<p>{escape(note)}</p>" for note in result["notes"]),
     )
 
 

@@ -17,6 +17,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
+from mixprec.hardware import generation
 from mixprec.measure import saved_bytes, sqnr_db
 from mixprec.nn import QuantizedLinear
 from mixprec.quantization import QuantizedTensor
@@ -36,6 +37,7 @@ DEFAULT_RECIPES = (
 )
 DEFAULT_EPOCHS = 3
 EMULATED_NOTE = "emulated: timing is not hardware speed"
+FP8_IMPL = "scaled_mm"
 # The operand that each side of the three products is: activations, weights, output gradients.
 OPERAND_KINDS: Mapping[str, str] = {
     "output.a": "x",
@@ -127,6 +129,9 @@ def run(
           `optimizer_bytes`: of the tensors that exist between steps.
         - `impl`: the resolved implementation; `curve`: the training loss of each step, mean over
           seeds; `failure`: why a run has no numbers, else None.
+
+        `notes` says what the figures do not: that emulated times are not the hardware's, or that
+        the device's FP8 units add in fewer bits than FP32, with the bound.
     Raises:
         ConfigError, ValueError: As `mixprec.train.run`, and for a recipe that is named twice.
     """
@@ -138,12 +143,12 @@ def run(
     data = DATASETS[base.data.name](base.data.path)
     with isolated_generators(target):
         by_seed = [_one_seed(base, chosen, data, offset, console) for offset in range(seeds)]
-    emulated = any("emulated" in record["impl"] for record in by_seed[0])
+    impls = " ".join(record["impl"] for record in by_seed[0])
     result = {
         "model": base.model,
         "data": base.data.name,
         "seeds": [base.train.seed + offset for offset in range(seeds)],
-        "timing_note": EMULATED_NOTE if emulated else None,
+        "notes": _notes(impls, target),
         "environment": environment(target),
         "runs": [_run(records, by_seed) for records in zip(*by_seed, strict=True)],
         "by_seed": by_seed,
@@ -154,6 +159,14 @@ def run(
         write_json(folder / "result.json", result)
         _write_losses(folder / "losses.csv", result)
     return finite(result)
+
+
+def _notes(impls: str, device: torch.device) -> list[str]:
+    """What a reader of the figures has to know of the implementations behind them."""
+    notes = [EMULATED_NOTE] if "emulated" in impls else []
+    if FP8_IMPL in impls and device.type == "cuda":
+        notes.append(generation(torch.cuda.get_device_capability(device)).fp8_sums)
+    return list(filter(None, notes))
 
 
 def _base(config: Config | str | Path | None, steps: int | None, device: str | None) -> Config:

@@ -275,7 +275,7 @@ def _line(error: ErrorDetails) -> str:
 def _unknown(path: str, known: Sequence[str]) -> str:
     near = difflib.get_close_matches(path.rpartition(".")[2], known, n=1)
     hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}"
-    return f"{path}: unknown key; {hint}"
+    return f"{path}: got an unknown key; {hint}"
 
 
 def _keys_beside(path: tuple[int | str, ...]) -> list[str]:

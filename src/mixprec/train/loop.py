@@ -67,17 +67,20 @@ def run(
                 (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
                 write_json(folder / "environment.json", environment(device))
             metrics = Metrics(folder and folder / _METRICS, resumed_at=trainer.done)
-            return _Run(trainer=trainer, folder=folder, metrics=metrics, lines=lines).all(stop)
+            return _Run(trainer=trainer, folder=folder, metrics=metrics, lines=lines).train(stop)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
+    """A trainer with what its run writes and shows."""
+
     trainer: Trainer
     folder: Path | None
     metrics: Metrics
     lines: ProgressLines
 
-    def all(self, stop: Callable[[], bool]) -> dict[str, Any]:
+    def train(self, stop: Callable[[], bool]) -> dict[str, Any]:
+        """Every step that is left, then the result."""
         self.lines.line(
             f"{self.trainer.config.model}, {self.trainer.device}\n{self.trainer.report}"
         )
@@ -88,11 +91,10 @@ class _Run:
                 saved = self._save() if self._is_due() else None
                 if stop() and self.trainer.done < self.trainer.total:
                     raise Preempted(saved or self._save())
-            result = self._result(step_ms, time.perf_counter() - started)
+            return self._result(step_ms, time.perf_counter() - started)
         except NonFiniteError as error:
             self.metrics.write(step=error.step, error=str(error))
             raise
-        return result
 
     def _step(self) -> float:
         """One optimizer step with its records; milliseconds."""

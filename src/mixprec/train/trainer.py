@@ -120,7 +120,7 @@ class Trainer:
         self._scheduler = torch.optim.lr_scheduler.StepLR(
             self.optimizer, step_size=1, gamma=config.optimizer.gamma
         )
-        self._attachment = layers.attach(self.model, self.optimizer)
+        layers.attach(self.model, self.optimizer)
         self._forward = _compiled(self.model, config.train.compile)
         self._epoch_order = (-1, torch.empty(0))
         self.done = 0
@@ -128,11 +128,13 @@ class Trainer:
 
     @property
     def steps_per_epoch(self) -> int:
+        """Optimizer steps an epoch; the last one may have fewer rows."""
         rows = self.config.data.batch_size * self.config.train.accumulate
         return math.ceil(len(self.train_rows) / rows)
 
     @property
     def total(self) -> int:
+        """Optimizer steps of the whole run."""
         if self.config.train.dry_run:
             return 1
         steps = self.config.train.epochs * self.steps_per_epoch
@@ -207,19 +209,14 @@ class Trainer:
         for name, parameter in self.model.named_parameters():
             if not parameter.isfinite().all():
                 raise NonFiniteError(self.done, "a parameter", f"parameter {name}")
-        epoch, place = divmod(self.done, self.steps_per_epoch)
         return {
             "model": self.model.state_dict(),
             "numerics": layers.state_dict(self.model),
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self._scheduler.state_dict(),
             "generators": checkpoint.generators(self.device),
-            "position": {
-                "step": self.done,
-                "epoch": epoch,
-                "step_in_epoch": place,
-                "loss": self.loss,
-            },
+            # the order of the data follows from the step
+            "position": {"step": self.done, "loss": self.loss},
             "config": to_dict(self.config),
         }
 
