@@ -68,7 +68,9 @@ def load(path: Path) -> dict[str, Any]:
     """
     manifest = _json(path, "manifest.json")
     if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
-        raise CheckpointError(f"checkpoint: got {path}; its manifest.json is of no known version")
+        raise CheckpointError(
+            f"checkpoint: got {path}; its manifest.json is of no known version; choose another"
+        )
     for name, expected in manifest["files"].items():
         _verify(path / name, expected)
     tensors: dict[str, Tensor] = {}
@@ -156,7 +158,7 @@ def _pack(
         kind = "list" if isinstance(value, list) else "tuple"
         return [kind, [_pack(v, f"{path}/{i}", tensors, names) for i, v in enumerate(value)]]
     raise TypeError(
-        f"{path}: got {type(value).__name__}; a checkpoint holds plain data and tensors"
+        f"{path}: got {type(value).__name__}; a checkpoint holds plain data and tensors; convert it"
     )
 
 
@@ -196,7 +198,9 @@ def _json(folder: Path, name: str) -> Any:
 
 def _verify(file: Path, expected: Mapping[str, Any]) -> None:
     if not file.is_file():
-        raise CheckpointError(f"checkpoint: got {file.parent}; {file.name} is missing")
+        raise CheckpointError(
+            f"checkpoint: got {file.parent}; {file.name} is missing; choose another"
+        )
     if _fingerprint(file) != expected:
         raise CheckpointError(
             f"checkpoint: got {file.parent}; {file.name} is truncated or changed (its size or "

@@ -117,14 +117,18 @@ def _idx_split(folder: Path, part: str) -> Split:
     image_file, images = _idx_array(folder, f"{part}-images", ndim=3)
     label_file, labels = _idx_array(folder, f"{part}-labels", ndim=1)
     if images.shape[1:] != (28, 28):
-        raise ValueError(f"{image_file}: got images of {images.shape[1:]}; MNIST has 28 by 28")
+        raise ValueError(
+            f"{image_file}: got images of {images.shape[1:]}; MNIST has 28 by 28; replace the file"
+        )
     if len(images) != len(labels) or not len(labels):
         raise ValueError(
             f"{label_file}: got {len(labels)} labels for the {len(images)} images in "
             f"{image_file.name}; a pair has equal counts, not zero; replace both"
         )
     if labels.max() > 9:
-        raise ValueError(f"{label_file}: got label {labels.max()}; MNIST labels are 0 to 9")
+        raise ValueError(
+            f"{label_file}: got label {labels.max()}; MNIST labels are 0 to 9; replace the file"
+        )
     return _split(images, labels)
 
 
