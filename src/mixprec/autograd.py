@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from mixprec.gemm.api import Operand, check_impl, multiply, prepare
+from mixprec.gemm.native import is_autocast_on
 from mixprec.noise import Noise
 from mixprec.quantization import QuantizedTensor, QuantSpec, quantize, requantize
 from mixprec.recipes import Recipe, get_recipe
@@ -269,13 +270,8 @@ def linear(
     recipe = get_recipe(recipe)
     state = state or LinearState()
     _check(x, weight, bias)
-    device_type = x.device.type
-    if (
-        torch.amp.is_autocast_available(device_type)
-        and torch.is_autocast_enabled(device_type)
-        and x.dtype != torch.float64
-    ):
-        x = x.to(torch.get_autocast_dtype(device_type))
+    if is_autocast_on(x) and x.dtype != torch.float64:
+        x = x.to(torch.get_autocast_dtype(x.device.type))
     plan = _Plan(
         specs=recipe.specs,
         shared=shared_positions(recipe),

@@ -36,6 +36,11 @@ def device_facts(x: Tensor) -> tuple[str, tuple[int, int] | None]:
     return "cuda", (properties.major, properties.minor)
 
 
+def is_autocast_on(x: Tensor) -> bool:
+    """Whether an autocast region is active where x is; torch knows none for meta tensors."""
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
+
+
 def why_not_out_dtype(out_dtype: torch.dtype) -> str | None:
     """Why a float32 sum cannot be returned in a type, or None."""
     if out_dtype in _OUT_DTYPES:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mixprec.codes import decode_unscaled
+from mixprec.gemm.native import is_autocast_on
 from mixprec.quantization import QuantizedTensor
 from mixprec.rounding import can_look_at
 from mixprec.scaling import POWER_OF_TWO_RULES, expand_blocks
@@ -52,7 +53,7 @@ def matmul(a: Operand, b: Operand, *, bias: Tensor | None, out_dtype: torch.dtyp
     b_values, b_scale = _split(b)
     if a_values.dtype != b_values.dtype:
         a_values, b_values = a_values.double(), b_values.double()
-    with _exact_float32(a_values.device.type):
+    with _exact_float32(a_values):
         if a_values.shape[1] == 0:
             out = a_values.new_zeros(a_values.shape[0], b_values.shape[0])
         elif _num_slabs(a_scale) > 1 or _num_slabs(b_scale) > 1:
@@ -146,12 +147,9 @@ def _matmul_by_slabs(
     return out
 
 
-def _exact_float32(device_type: str) -> contextlib.AbstractContextManager[None]:
+def _exact_float32(x: Tensor) -> contextlib.AbstractContextManager[None]:
     """Autocast off, and FP32 products in full precision whatever the global setting says."""
-    is_autocast = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(
-        device_type
-    )
-    autocast_off = torch.autocast(device_type, enabled=False) if is_autocast else None
+    autocast_off = torch.autocast(x.device.type, enabled=False) if is_autocast_on(x) else None
     # Dynamo cannot trace the global setting; Inductor applies it when it compiles
     if torch.compiler.is_compiling() or torch.get_float32_matmul_precision() == "highest":
         return autocast_off or contextlib.nullcontext()
