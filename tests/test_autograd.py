@@ -25,6 +25,7 @@ TENSOR = QuantSpec(format=E4M3)
 ROW = QuantSpec(format=E4M3, block=(1, -1), scale_rule="pow2")
 MX = QuantSpec(format=E2M1, block=(1, 16), rounding="stochastic")
 TILE = QuantSpec(format=E4M3, block=(4, 4), scale_rule="pow2")
+FOUR = QuantSpec(format=FORMATS["e2m1"])
 CUSTOM = {
     "stochastic": Recipe(
         output=GemmSpec(a=ROW, b=ROW),
@@ -35,6 +36,11 @@ CUSTOM = {
     "gradients only": Recipe(grad_input=GemmSpec(a=ROW, b=TENSOR), grad_weight=GemmSpec(a=ROW)),
     "one side each": Recipe(
         output=GemmSpec(a=ROW), grad_input=GemmSpec(b=TILE), grad_weight=GemmSpec(b=TENSOR)
+    ),
+    "four bits": Recipe(
+        output=GemmSpec(a=FOUR, b=FOUR),
+        grad_input=GemmSpec(a=TENSOR, b=FOUR),
+        grad_weight=GemmSpec(a=TENSOR, b=FOUR),
     ),
     "own format": Recipe(
         output=GemmSpec(

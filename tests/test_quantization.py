@@ -313,11 +313,8 @@ def test_transposing_moves_codes_scales_and_blocks() -> None:
         assert q.t().spec.block == spec.block[::-1]
         assert q.t().shape == (10, 6)
         assert torch.equal(q.t().t().dequantize(), q.dequantize())
-    for other in (quantize(x, E2M1), quantize(torch.randn(2, 3, 4), ROW)):
-        with pytest.raises(
-            ValueError, match=r"shape: got .*only 2-D codes.*quantise the transposed"
-        ):
-            other.t()
+    with pytest.raises(ValueError, match=r"shape: got \(2, 3, 4\); only a matrix"):
+        quantize(torch.randn(2, 3, 4), ROW).t()
 
 
 def test_format_stands_for_one_scale_a_tensor() -> None:

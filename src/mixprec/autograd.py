@@ -5,8 +5,8 @@
     grad_weight = gemm(g.T[N, M], x.T[K, M])
 
 The only file with an ``autograd.Function``. Kept for backward: codes and scales of the operands
-that backward multiplies; high-precision copies only for high-precision products; of a weight that
-has to be quantised along its other axis, the parameter itself.
+that backward multiplies; high-precision copies only for high-precision products; of the weight the
+parameter itself, quantised again by the same scale or along its other axis.
 """
 
 from __future__ import annotations
@@ -48,11 +48,12 @@ class LinearState:
 def shared_positions(recipe: Recipe) -> frozenset[int]:
     """Operands of later products that are the transpose of their first use, value for value."""
     specs = recipe.specs
-    return frozenset(
-        position
-        for position, first in _FIRST_USE.items()
-        if (spec := specs[position]) is not None and spec.is_symmetric and spec == specs[first]
-    )
+    shared = []
+    for position, first in _FIRST_USE.items():
+        spec = specs[position]
+        if spec is not None and spec.is_symmetric and spec == specs[first]:
+            shared.append(position)
+    return frozenset(shared)
 
 
 def delayed_positions(recipe: Recipe) -> tuple[int, ...]:
@@ -129,19 +130,18 @@ class _Plan:
         return multiply(a, b, bias=bias, out_dtype=dtype, impl=self.impl)
 
 
-def _tensors(operand: Operand | None) -> tuple[Tensor | None, ...]:
+def _kept(operand: Operand) -> tuple[Tensor | None, ...]:
+    """What backward needs of an operand that it multiplies."""
     if isinstance(operand, QuantizedTensor):
-        return operand.codes, operand.scale, operand.amax, operand.encode
-    return operand, None, None, None
+        return operand.codes, operand.scale, operand.amax
+    return operand, None, None
 
 
-def _operand(saved: tuple[Tensor, ...], spec: QuantSpec | None, shape: tuple[int, int]) -> Operand:
-    codes, scale, amax, encode = saved
+def _operand(kept: tuple[Tensor, ...], spec: QuantSpec | None, shape: tuple[int, int]) -> Operand:
+    codes, scale, amax = kept
     if spec is None:
         return codes
-    return QuantizedTensor(
-        codes=codes, scale=scale, amax=amax, encode=encode, spec=spec, shape=torch.Size(shape)
-    )
+    return QuantizedTensor(codes=codes, scale=scale, amax=amax, spec=spec, shape=torch.Size(shape))
 
 
 class _Linear(torch.autograd.Function):
@@ -151,13 +151,14 @@ class _Linear(torch.autograd.Function):
         x = plan.quantize(x_MK, X_OUTPUT, records)
         w = plan.quantize(w_NK, W_OUTPUT, records)
         needs_x, needs_w, _, _ = ctx.needs_input_grad
-        kept_x: tuple[Tensor | None, ...] = (None,) * 4
+        kept_x: tuple[Tensor | None, ...] = (None,) * 3
         kept_w: tuple[Tensor | None, ...] = (None,) * 4
         if needs_w and plan.keeps:
-            kept_x = _tensors(plan.transposed(x_MK, x, X_GRAD_WEIGHT, records))
+            kept_x = _kept(plan.transposed(x_MK, x, X_GRAD_WEIGHT, records))
         if needs_x and plan.keeps:
-            scales = _tensors(w)[1:] if W_GRAD_INPUT in plan.shared else (None,) * 3
-            kept_w = (w_NK, *scales)
+            kept_w = (w_NK, None, None, None)
+            if W_GRAD_INPUT in plan.shared and isinstance(w, QuantizedTensor):
+                kept_w = (w_NK, w.scale, w.amax, w.encode)
         ctx.save_for_backward(*kept_x, *kept_w)
         ctx.plan = plan
         ctx.weight_dtype = w_NK.dtype
@@ -177,12 +178,12 @@ class _Linear(torch.autograd.Function):
         if needs_x or (needs_w and G_GRAD_WEIGHT in plan.shared):
             g = plan.quantize(g_MN, G_GRAD_INPUT, records)
         if needs_x:
-            w = plan.weight_again(saved[4:], records)
+            w = plan.weight_again(saved[3:], records)
             if needs_w and G_GRAD_WEIGHT in plan.shared:
                 g = prepare(g, w, plan.dtype, plan.impl)
             grad_x = plan.multiply(g, w, None, plan.dtype)
         if needs_w:
-            x = _operand(saved[:4], plan.specs[X_GRAD_WEIGHT], (inner, rows))
+            x = _operand(saved[:3], plan.specs[X_GRAD_WEIGHT], (inner, rows))
             g_T = plan.transposed(g_MN, g, G_GRAD_WEIGHT, records)
             grad_w = plan.multiply(g_T, x, None, ctx.weight_dtype)
         if needs_bias:
@@ -249,8 +250,10 @@ def linear(
         recipe: Name or value.
         noise: For stochastic rounding; the operand at position p draws from stream
             noise.stream + p.
-        impl: ``auto``, ``emulated``, ``scaled_mm`` or ``bf16_mm``.
-        state: Histories of delayed scaling; converted layers pass theirs.
+        impl: ``auto``, ``emulated``, ``scaled_mm`` or ``bf16_mm``, for products with a quantised
+            operand.
+        state: Histories of delayed scaling; converted layers pass theirs, which are written in
+            place as amaxes are recorded.
 
     Returns:
         [..., N] in x's type (or autocast's). grad_input has that type too; the gradients of weight

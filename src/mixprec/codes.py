@@ -135,6 +135,10 @@ def decode(
         raise ValueError(
             f"dtype: got {dtype}; it cannot hold the values of {fmt}; use a wider type"
         )
+    if not isinstance(codes, Tensor):
+        raise TypeError(
+            f"codes: got {type(codes).__name__}; must be a tensor; pass encode's result"
+        )
     if codes.is_floating_point() and codes.element_size() == 1:
         codes = codes.view(torch.uint8)
     if codes.dtype != code_dtype(fmt):

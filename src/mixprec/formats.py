@@ -49,14 +49,14 @@ class FloatFormat:
     name: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        if not 1 <= self.exponent <= 11:
-            raise ValueError(
-                f"exponent: got {self.exponent}; must lie in 1..11; choose a width there"
-            )
-        if not 0 <= self.mantissa <= 52:
-            raise ValueError(
-                f"mantissa: got {self.mantissa}; must lie in 0..52; choose a width there"
-            )
+        for name, width, least, most in (
+            ("exponent", self.exponent, 1, 11),
+            ("mantissa", self.mantissa, 0, 52),
+        ):
+            if type(width) is not int or not least <= width <= most:
+                raise ValueError(
+                    f"{name}: got {width!r}; must lie in {least}..{most}; choose a width there"
+                )
         if self.specials not in get_args(Specials):
             raise ValueError(
                 f"specials: got {self.specials!r}; must be one of {', '.join(get_args(Specials))}"

@@ -52,7 +52,8 @@ class Noise:
         stream: Tells operands apart.
         row: Row of the tensor's first element in the whole operand, for shards.
         column: Its column there.
-        columns: Columns of the whole operand; None when the tensor has them all."""
+        columns: Columns of the whole operand; None when the tensor has them all.
+    """
 
     seed: int
     step: int | Tensor = 0
@@ -60,6 +61,12 @@ class Noise:
     row: int = 0
     column: int = 0
     columns: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.seed, int) or not 0 <= self.seed < 1 << 64:
+            raise ValueError(
+                f"seed: got {self.seed!r}; must be a whole number from 0 to 2^64 - 1; change it"
+            )
 
     def draws(self, shape: tuple[int, int], device: torch.device | str | None = None) -> Tensor:
         """24-bit draws for an operand of (free, contraction) elements.

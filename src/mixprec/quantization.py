@@ -160,11 +160,14 @@ class QuantizedTensor:
         """The decoded values without their scales, float32 (float64 for wider formats)."""
         fmt = self.spec.format
         dtype = torch.float32 if fmt.exponent <= 8 and fmt.mantissa <= 23 else torch.float64
-        codes = self.codes
-        if _is_packed(fmt):
-            width = self.shape[-1] if self.shape else 1
-            codes = unpack_nibbles(codes, fmt)[..., :width].reshape(self.shape)
-        return decode(codes, fmt, dtype)
+        return decode(self._unpacked_codes(), fmt, dtype)
+
+    def _unpacked_codes(self) -> Tensor:
+        fmt = self.spec.format
+        if not _is_packed(fmt):
+            return self.codes
+        width = self.shape[-1] if self.shape else 1
+        return unpack_nibbles(self.codes, fmt)[..., :width].reshape(self.shape)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """values * scale, in float32, then rounded to dtype.
@@ -179,20 +182,20 @@ class QuantizedTensor:
         return values.to(dtype)
 
     def t(self) -> QuantizedTensor:
-        """The same values transposed, as views; 2-D and not packed.
+        """The same values transposed, as views (packed codes are packed anew); 2-D.
 
         Raises:
-            ValueError: Another number of axes, or packed codes.
+            ValueError: Another number of axes.
         """
-        if len(self.shape) != 2 or _is_packed(self.spec.format):
+        if len(self.shape) != 2:
             raise ValueError(
-                f"shape: got {tuple(self.shape)} of {self.spec.format}; only 2-D codes of one "
-                "or more bytes transpose; quantise the transposed tensor"
+                f"shape: got {tuple(self.shape)}; only a matrix is transposed; reshape x before it "
+                "is quantised"
             )
         free, contraction = self.spec.block
         is_square = free == contraction
         return QuantizedTensor(
-            codes=self.codes.t(),
+            codes=_stored(self._unpacked_codes().t(), self.spec.format),
             scale=_transposed(self.scale),
             amax=_transposed(self.amax),
             encode=_transposed(self.encode),
@@ -221,6 +224,10 @@ def _matrix_shape(shape: torch.Size) -> tuple[int, int]:
 
 def _is_packed(fmt: FloatFormat) -> bool:
     return fmt.bits == 4
+
+
+Operand = Tensor | QuantizedTensor
+"""What a product takes: a high-precision tensor, or a quantised one."""
 
 
 def as_spec(spec: QuantSpec | FloatFormat | str) -> QuantSpec:
@@ -258,8 +265,8 @@ def quantize(
         ValueError: Stochastic rounding without noise, delayed scaling without state.
 
     Edge cases: a block with a NaN or inf gets a NaN scale and so decodes to NaN throughout, other
-    blocks are untouched; with a delayed scale only the element itself is NaN (inf stays inf where
-    the format has it). A block of zeros gets scale 1. Empty tensors are allowed.
+    blocks are untouched; with a scale from a history only the element itself is NaN (inf stays inf
+    where the format has it). A block of zeros gets scale 1. Empty tensors are allowed.
 
     Exactness: codes equal the scalar definition bit for bit (tests/test_quantization.py).
     """
@@ -271,14 +278,12 @@ def quantize(
         )
     if spec.is_delayed and state is None:
         raise ValueError(
-            "state: got None; delayed scaling needs it; pass state=delayed_state(length), or a "
+            "state: got None; delayed scaling needs it; pass mixprec.scaling.delayed_state(), or a "
             "spec with amax_history_len=0"
         )
-    matrix = x.detach()
+    matrix = _source(x, spec)
     if x.ndim != 2:
         matrix = matrix.reshape(_matrix_shape(x.shape))
-    if x.dtype == torch.float64 and spec.scale_rule != UNSCALED:
-        matrix = matrix.float()
     amax = scale = encode = None
     if spec.scale_rule == UNSCALED:
         codes = _codes(matrix, spec, noise)
@@ -290,32 +295,48 @@ def quantize(
         codes = _scaled_codes(matrix, spec, encode, amax, noise)
     if x.ndim != 2:
         codes = codes.reshape(x.shape)
-    if _is_packed(spec.format):
-        codes = pack_nibbles(_pad_to_even(codes), spec.format)
     return QuantizedTensor(
-        codes=codes, scale=scale, amax=amax, encode=encode, spec=spec, shape=x.shape
+        codes=_stored(codes, spec.format),
+        scale=scale,
+        amax=amax,
+        encode=encode,
+        spec=spec,
+        shape=x.shape,
     )
 
 
 def requantize(
-    x: Tensor, scale: Tensor, amax: Tensor, encode: Tensor, spec: QuantSpec
+    x: Tensor, scale: Tensor, amax: Tensor | None, encode: Tensor, spec: QuantSpec
 ) -> QuantizedTensor:
     """``quantize(x, spec)`` again by what it gave, for a matrix that has not changed since.
 
-    Spares the pass for amax, and is right under a history that has rolled meanwhile.
+    Spares the pass for amax, and is right under a history that has rolled meanwhile. Only delayed
+    scaling needs amax.
     """
-    codes = _scaled_codes(x.detach(), spec, encode, amax, None)
+    codes = _scaled_codes(_source(x, spec), spec, encode, amax, None)
     return QuantizedTensor(
-        codes=codes, scale=scale, amax=amax, encode=encode, spec=spec, shape=x.shape
+        codes=_stored(codes, spec.format),
+        scale=scale,
+        amax=amax,
+        encode=encode,
+        spec=spec,
+        shape=x.shape,
     )
 
 
+def _source(x: Tensor, spec: QuantSpec) -> Tensor:
+    """What is quantised: x, in float32 where it is float64 and gets a scale."""
+    is_wide = x.dtype == torch.float64 and spec.scale_rule != UNSCALED
+    return x.detach().float() if is_wide else x.detach()
+
+
 def _scaled_codes(
-    x: Tensor, spec: QuantSpec, encode: Tensor, amax: Tensor, noise: Noise | None
+    x: Tensor, spec: QuantSpec, encode: Tensor, amax: Tensor | None, noise: Noise | None
 ) -> Tensor:
     # both are 2-D, so that a bfloat16 x is promoted: times a 0-d float32 it would stay bfloat16
     scaled = x * expand_blocks(encode, spec.block, (x.shape[0], x.shape[1]))
     if spec.is_delayed:
+        assert amax is not None
         scaled = _saturate(scaled, x, amax, encode, spec.format)
     return _codes(scaled, spec, noise)
 
@@ -348,7 +369,12 @@ def _codes(scaled: Tensor, spec: QuantSpec, noise: Noise | None) -> Tensor:
     return codes_of(round_float(scaled, fmt, spec.rounding, noise), fmt)
 
 
-def _pad_to_even(codes: Tensor) -> Tensor:
+def _stored(codes: Tensor, fmt: FloatFormat) -> Tensor:
+    """Codes as a QuantizedTensor holds them: 4-bit ones two a byte, padded to an even number."""
+    if not _is_packed(fmt):
+        return codes
     if codes.ndim == 0:
         codes = codes.reshape(1)
-    return torch.nn.functional.pad(codes, (0, 1)) if codes.shape[-1] % 2 else codes
+    if codes.shape[-1] % 2:
+        codes = torch.nn.functional.pad(codes, (0, 1))
+    return pack_nibbles(codes, fmt)

@@ -45,6 +45,15 @@ class Recipe:
     name: str = ""
     description: str = ""
 
+    def __post_init__(self) -> None:
+        for product in PRODUCTS:
+            gemm = getattr(self, product)
+            if not isinstance(gemm, GemmSpec):
+                raise TypeError(
+                    f"{product}: got {type(gemm).__name__}; must be a GemmSpec; pass "
+                    "GemmSpec(a=..., b=...)"
+                )
+
     def __str__(self) -> str:
         return self.name or "custom"
 
@@ -143,6 +152,11 @@ def _format_from(where: str, value: Any) -> FloatFormat:
     if not isinstance(value, Mapping):
         return get_format(value)
     _check_keys(where, value, [field.name for field in dataclasses.fields(FloatFormat)])
+    for width in ("exponent", "mantissa"):
+        if width not in value:
+            raise ValueError(
+                f"{where}: got no {width}; a format has both widths; add {width} = ..."
+            )
     try:
         return FloatFormat(**value)
     except (TypeError, ValueError) as error:

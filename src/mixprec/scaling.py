@@ -76,15 +76,25 @@ def _encode_pow2(amax: Tensor, largest: float) -> Tensor:
     return power + (encode - encode)
 
 
-SCALE_RULES: Mapping[str, Callable[[Tensor, float], Tensor]] = MappingProxyType(
-    {"real": _encode_real, "pow2": _encode_pow2}
-)
-"""Rule name -> function from amax (float64; 0 is handled after) and the format's max to encode
-(float32, NaN where amax is not finite).
-``real``: min(max / amax, FLT_MAX). ``pow2``: that with its mantissa bits cleared."""
+class ScaleRule(NamedTuple):
+    """From amax to the factor that quantises.
 
-POWER_OF_TWO_RULES = frozenset({"pow2"})
-"""Rules whose scales are powers of two, so that multiplying by them is exact."""
+    encode: Function of amax (float64; 0 is handled by the caller) and the format's largest value;
+        float32, NaN where amax is not finite.
+    is_power_of_two: Whether scales are powers of two, so that multiplying by them is exact.
+    """
+
+    encode: Callable[[Tensor, float], Tensor]
+    is_power_of_two: bool
+
+
+SCALE_RULES: Mapping[str, ScaleRule] = MappingProxyType(
+    {
+        "real": ScaleRule(_encode_real, is_power_of_two=False),
+        "pow2": ScaleRule(_encode_pow2, is_power_of_two=True),
+    }
+)
+"""``real``: encode = min(max / amax, FLT_MAX). ``pow2``: that with its mantissa bits cleared."""
 
 
 def encode_and_scale(
@@ -107,7 +117,7 @@ def encode_and_scale(
     wide = amax.to(torch.float64)
     if min_amax:
         wide = wide.clamp(min=min_amax)
-    encode = SCALE_RULES[rule](wide, largest).masked_fill_(wide == 0, 1.0)
+    encode = SCALE_RULES[rule].encode(wide, largest).masked_fill_(wide == 0, 1.0)
     return encode, encode.to(torch.float64).reciprocal_().to(torch.float32)
 
 

@@ -8,7 +8,7 @@ The contraction axis is last for both operands, always.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from types import ModuleType
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,18 +16,34 @@ from torch import Tensor
 from mixprec.formats import FloatFormat
 from mixprec.gemm.impl import bf16_mm, emulated, scaled_mm
 from mixprec.noise import Noise
-from mixprec.quantization import QuantizedTensor, QuantSpec, quantize
+from mixprec.quantization import Operand, QuantizedTensor, QuantSpec, quantize
 from mixprec.rounding import SOURCE_FORMATS, check_floating
 from mixprec.scaling import delayed_state
 
-Operand = Tensor | QuantizedTensor
 
-_MODULES: dict[str, ModuleType] = {
-    "scaled_mm": scaled_mm,
-    "bf16_mm": bf16_mm,
-    "emulated": emulated,
-}
-IMPLS = tuple(_MODULES)
+class _Impl(Protocol):
+    """What a module in ``impl`` offers."""
+
+    def why_not(self, a: Operand, b: Operand, out_dtype: torch.dtype) -> str | None:
+        """Why these operands cannot be multiplied here, or None."""
+
+    def why_slow(self, a: Operand, b: Operand) -> str | None:
+        """Why ``auto`` passes this by although it can run, or None."""
+
+    def note(self, a: Operand, b: Operand) -> str | None:
+        """What its sums do differently from FP32's, with their bound, or None."""
+
+    def prepare(self, x: Operand) -> Operand:
+        """The operand, with what several products would do anew each time."""
+
+    def matmul(
+        self, a: Operand, b: Operand, *, bias: Tensor | None, out_dtype: torch.dtype
+    ) -> Tensor:
+        """a[M, K] times b[N, K] over the contraction, plus bias, in out_dtype."""
+
+
+_IMPLS: dict[str, _Impl] = {"scaled_mm": scaled_mm, "bf16_mm": bf16_mm, "emulated": emulated}
+IMPLS = tuple(_IMPLS)
 """The implementations, in the order in which ``auto`` asks them."""
 
 
@@ -54,21 +70,22 @@ class GemmSpec:
 
 def check_impl(impl: str) -> str:
     """The name itself, if it is ``auto`` or one of ``IMPLS``."""
-    if impl != "auto" and impl not in _MODULES:
+    if impl != "auto" and impl not in _IMPLS:
         raise ValueError(f"impl: got {impl!r}; must be one of auto, {', '.join(IMPLS)}")
     return impl
 
 
 def _choose(a: Operand, b: Operand, out_dtype: torch.dtype, impl: str) -> tuple[str, list[str]]:
     """The implementation, and why those before it in ``IMPLS`` were passed by."""
-    if impl != "auto":
-        reason = _MODULES[impl].why_not(a, b, out_dtype)
+    is_quantised = isinstance(a, QuantizedTensor) or isinstance(b, QuantizedTensor)
+    if impl != "auto" and is_quantised:
+        reason = _IMPLS[impl].why_not(a, b, out_dtype)
         if reason is not None:
             raise ValueError(f"impl: got {impl!r}; {reason}; use impl='auto' or 'emulated'")
         return impl, ["asked for"]
     refusals: list[str] = []
-    for name, module in _MODULES.items():
-        reason = module.why_slow(a, b) or module.why_not(a, b, out_dtype)
+    for name, module in _IMPLS.items():
+        reason = module.why_not(a, b, out_dtype) or module.why_slow(a, b)
         if reason is None:
             return name, refusals
         refusals.append(reason)
@@ -81,16 +98,20 @@ def resolve(a: Operand, b: Operand, out_dtype: torch.dtype, impl: str = "auto") 
     Args:
         a, b: The operands as they will be multiplied.
         out_dtype: Type of the result.
-        impl: ``auto``, or a name that is taken or refused, never replaced.
+        impl: ``auto``, or a name that is taken or refused, never replaced. A product of two
+            high-precision operands has nothing to choose: every name means ``auto`` there.
 
     Returns:
         Name and reason. ``auto`` takes the first that can run and is not known to be slower here.
+        The reason ends with what a native path does differently: sums in fewer bits, and their
+        bound.
 
     Raises:
         ValueError: An unknown name, or an explicit choice that cannot run; the message says why.
     """
     name, reasons = _choose(a, b, out_dtype, check_impl(impl))
-    return name, "; ".join(reasons) or "native"
+    note = _IMPLS[name].note(a, b)
+    return name, "; ".join([*(reasons or ["native"]), *([note] if note else [])])
 
 
 def resolve_spec(
@@ -122,8 +143,7 @@ def resolve_spec(
 def prepare(a: Operand, b: Operand, out_dtype: torch.dtype, impl: str) -> Operand:
     """a, with what its product with b and others like it would do anew each time."""
     name, _ = _choose(a, b, out_dtype, impl)
-    prepared: Operand = _MODULES[name].prepare(a)
-    return prepared
+    return _IMPLS[name].prepare(a)
 
 
 def multiply(
@@ -131,7 +151,7 @@ def multiply(
 ) -> Tensor:
     """The product of 2-D operands that are quantised already."""
     name, _ = _choose(a, b, out_dtype, impl)
-    return _MODULES[name].matmul(a, b, bias=bias, out_dtype=out_dtype)
+    return _IMPLS[name].matmul(a, b, bias=bias, out_dtype=out_dtype)
 
 
 def _as_operand(
@@ -227,6 +247,11 @@ def quantized_matmul(
     Exactness: quantised operands are equal bit for bit in every impl; the sums are within
     (K + 3) * 2^-24 * scale * sum|a||b| plus half an ulp of the output type.
     """
+    if not isinstance(gemm_spec, GemmSpec):
+        raise TypeError(
+            f"gemm_spec: got {type(gemm_spec).__name__}; must be a GemmSpec; pass "
+            "GemmSpec(a=QuantSpec(format=...), b=...)"
+        )
     _check(a, b, bias)
     if out_dtype is None:
         out_dtype = a.dtype if isinstance(a, Tensor) else torch.float32

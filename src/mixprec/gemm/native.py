@@ -13,9 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mixprec.quantization import QuantizedTensor
-
-Operand = Tensor | QuantizedTensor
+from mixprec.quantization import Operand, QuantizedTensor
 
 _OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from mixprec.formats import get_format
 from mixprec.gemm import native
-from mixprec.gemm.native import Operand
 from mixprec.hardware import generation
-from mixprec.quantization import QuantizedTensor
+from mixprec.quantization import Operand, QuantizedTensor
 from mixprec.rounding import holds
 
 _BF16 = get_format("bf16")
@@ -72,6 +71,11 @@ def why_slow(a: Operand, b: Operand) -> str | None:
     return None
 
 
+def note(a: Operand, b: Operand) -> str | None:
+    """None: the units add in FP32."""
+    return None
+
+
 def matmul(a: Operand, b: Operand, *, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """a @ b.T with scales, plus bias, in out_dtype.
 
@@ -95,6 +99,6 @@ def _values(operand: Operand) -> Tensor:
     return operand if isinstance(operand, Tensor) else operand.values.to(torch.bfloat16)
 
 
-def prepare(x: native.Operand) -> native.Operand:
+def prepare(x: Operand) -> Operand:
     """The operand itself: decoding costs little beside a product on a GPU."""
     return x

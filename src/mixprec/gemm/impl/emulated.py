@@ -18,11 +18,9 @@ from torch import Tensor
 
 from mixprec.codes import decode_unscaled
 from mixprec.gemm.native import is_autocast_on
-from mixprec.quantization import QuantizedTensor
+from mixprec.quantization import Operand, QuantizedTensor
 from mixprec.rounding import can_look_at
-from mixprec.scaling import POWER_OF_TWO_RULES, expand_blocks
-
-Operand = Tensor | QuantizedTensor
+from mixprec.scaling import SCALE_RULES, expand_blocks
 
 # the product of two float32 scales keeps its digits in float32 above this
 _SMALLEST_FACTOR = 2.0**-100
@@ -38,6 +36,11 @@ def why_slow(a: Operand, b: Operand) -> str | None:
     return None
 
 
+def note(a: Operand, b: Operand) -> str | None:
+    """None: it adds in FP32."""
+    return None
+
+
 def prepare(x: Operand) -> Operand:
     """The operand with its values decoded, for several products."""
     return (
@@ -49,8 +52,8 @@ def prepare(x: Operand) -> Operand:
 
 def matmul(a: Operand, b: Operand, *, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """a[M, K] times b[N, K] over the contraction, in out_dtype [M, N]."""
-    a_values, a_scale = _split(a)
-    b_values, b_scale = _split(b)
+    a_values, a_scale = _values_and_scale(a)
+    b_values, b_scale = _values_and_scale(b)
     if a_values.dtype != b_values.dtype:
         a_values, b_values = a_values.double(), b_values.double()
     with _exact_float32(a_values):
@@ -89,7 +92,7 @@ def _num_slabs(scale: Tensor | None) -> int:
     return 1 if scale is None else scale.shape[1]
 
 
-def _split(x: Operand) -> tuple[Tensor, Tensor | None]:
+def _values_and_scale(x: Operand) -> tuple[Tensor, Tensor | None]:
     """Values to multiply, and the scale that is applied after the sum: [rows or 1, slabs]."""
     if isinstance(x, Tensor):
         return x if x.dtype == torch.float64 else x.float(), None
@@ -98,7 +101,7 @@ def _split(x: Operand) -> tuple[Tensor, Tensor | None]:
     values, factor = x.held or _decoded(x)
     if values.ndim != 2:
         values = values.reshape(x.matrix_shape)
-    if x.scale.shape[1] > 1 and x.spec.scale_rule in POWER_OF_TWO_RULES:
+    if x.scale.shape[1] > 1 and SCALE_RULES[x.spec.scale_rule].is_power_of_two:
         # scaling by powers of two is exact, so it may come before the sum: one product in all
         return values * (expand_blocks(x.scale, x.spec.block, x.matrix_shape) * factor), None
     scale = expand_blocks(x.scale, (x.spec.block[0], -1), x.matrix_shape)

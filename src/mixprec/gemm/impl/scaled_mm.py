@@ -33,9 +33,8 @@ from torch.nn.functional import pad
 
 from mixprec.codes import float8_dtype
 from mixprec.gemm import native
-from mixprec.gemm.native import Operand
 from mixprec.hardware import generation
-from mixprec.quantization import QuantizedTensor
+from mixprec.quantization import Operand, QuantizedTensor
 
 _MULTIPLE = 16
 
@@ -86,9 +85,13 @@ def why_slow(a: Operand, b: Operand) -> str | None:
     return "device: on a CPU torch's scaled product is a plain loop, 1000 times slower than float32"
 
 
-def matmul(
-    a: QuantizedTensor, b: QuantizedTensor, *, bias: Tensor | None, out_dtype: torch.dtype
-) -> Tensor:
+def note(a: Operand, b: Operand) -> str | None:
+    """What the units' sums do differently from FP32's, with their bound, or None."""
+    _, capability = native.device_facts(native.stored(a))
+    return (generation(capability).fp8_sums or None) if capability is not None else None
+
+
+def matmul(a: Operand, b: Operand, *, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """a @ b.T with scales, plus bias, in out_dtype.
 
     Args:
@@ -103,6 +106,8 @@ def matmul(
     Edge cases: M, N or K may be 0 (K = 0 gives the bias); a NaN scale makes its row or column, or
     the whole result, NaN.
     """
+    assert isinstance(a, QuantizedTensor)
+    assert isinstance(b, QuantizedTensor)
     a_MK, b_NK = _operand(a, fill_rows=False), _operand(b, fill_rows=True)
     product_dtype = out_dtype if bias is None else torch.float32
     scales = _torch_scales(a, b, b_NK.shape[0], product_dtype)
@@ -162,6 +167,6 @@ def _scaled_mm(
     return product[:, :columns].contiguous()
 
 
-def prepare(x: native.Operand) -> native.Operand:
+def prepare(x: Operand) -> Operand:
     """The operand itself: the units take codes, nothing is worth keeping."""
     return x
