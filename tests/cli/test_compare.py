@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from train.conftest import write_idx_folder
 
 from mixprec.cli import compare as command
+from mixprec.train.trainer import NonFiniteError, Trainer
 
 
 @pytest.fixture(scope="module")
@@ -71,3 +73,33 @@ def test_cells() -> None:
     assert command._cell(None, ".2f") == "-"
     assert command._cell(0.9612, ".2f", None, 100) == "96.12"
     assert command._cell(-0.004, "+.2f", 0.001, 100) == "-0.40 ±0.10"
+
+
+def test_no_finite_run_is_code_3(
+    cli: Callable, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(trainer: Trainer) -> Any:
+        raise NonFiniteError(1, "the loss", "the loss itself")
+
+    monkeypatch.setattr(Trainer, "step", failing)
+    code, out, err = cli("compare", str(config), "--recipes", "fp32,tf32", "--steps", "5")
+    assert (code, err) == (3, "")
+    assert "mnist_cnn on mnist, 5 steps, seed 1" in out
+    assert "fp32: step 1: the loss is not finite" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--out", ""], "out: got ''; a folder has a name"),
+        (["--out", __file__], f"out: got {__file__!r}; it is a file; name a folder"),
+        (["--device", ""], "train.device: got ''"),
+    ],
+)
+def test_places_and_devices_that_cannot_be_used(
+    cli: Callable, config: Path, words: list[str], line: str
+) -> None:
+    code, out, err = cli("compare", str(config), "--recipes", "fp32", "--steps", "1", *words)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"mixprec: {line}")
+    assert len(err.splitlines()) == 1

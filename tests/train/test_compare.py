@@ -22,7 +22,7 @@ from mixprec.quantization import quantize
 from mixprec.recipes import RECIPES, Recipe
 from mixprec.train import compare
 from mixprec.train.config import Config
-from mixprec.train.trainer import Trainer
+from mixprec.train.trainer import NonFiniteError, Trainer
 
 Small = Callable[..., Config]
 E4M2 = {"format": {"exponent": 4, "mantissa": 2}}
@@ -300,3 +300,63 @@ def test_the_demo_keeps_fp8_within_a_point_of_fp32(demo: list[dict[str, Any]]) -
 def test_a_recipe_of_two_bits_misses_that_bar(demo: list[dict[str, Any]]) -> None:
     assert demo[-1]["recipe"] == "two_bits"
     assert demo[-1]["failure"] is not None or demo[-1]["accuracy_difference"] < -0.01
+
+
+def refuse_to_train(trainer: Trainer) -> Any:
+    raise AssertionError("a step was taken")
+
+
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        ("", "out: got ''; a folder has a name"),
+        ("file", "out: got '.*file'; it is a file; name a folder"),
+        ("file/below", "out: got '.*below'; it cannot be written .*; name a folder"),
+    ],
+)
+def test_a_place_that_cannot_be_written_is_refused_before_training(
+    small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, match: str
+) -> None:
+    (tmp_path / "file").write_text("kept")
+    monkeypatch.setattr(Trainer, "step", refuse_to_train)
+    out = str(tmp_path / name) if name else ""
+    with pytest.raises(ValueError, match=match):
+        compare.run(small(), recipes=["fp32"], steps=1, out=out, console=quiet())
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+OWN = 'recipe={name = "mine", base = "fp8_rowwise", output.a.format = "e5m2"}'
+
+
+def test_the_configuration_s_own_recipe_is_named_by_its_label(small: Small) -> None:
+    config = small(OWN)
+    result = compare.run(config, recipes=["fp32", "mine"], steps=1, console=quiet())
+    assert [run["recipe"] for run in result["runs"]] == ["fp32", "mine"]
+    (alone,) = compare.run(config, recipes="mine", steps=1, console=quiet())["runs"]
+    assert alone["curve"] == result["runs"][1]["curve"]
+    assert compare._chosen(config, None)["mine"] == config.recipe
+
+
+def test_one_recipe_needs_no_list(small: Small) -> None:
+    for one in ("fp32", RECIPES["fp32"], {"base": "fp32"}):
+        (run,) = compare.run(small(), recipes=one, steps=1, console=quiet())["runs"]
+        assert run["recipe"] == "fp32"
+
+
+def test_what_is_neither_a_configuration_nor_recipes_is_a_type_error(small: Small) -> None:
+    with pytest.raises(TypeError, match="config: got 3; it is a Config or the path"):
+        compare.run(3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="recipes: got 3; a recipe is a name"):
+        compare.run(small(), recipes=3)  # type: ignore[arg-type]
+
+
+def test_steps_are_those_asked_for_where_every_run_fails(
+    small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(trainer: Trainer) -> Any:
+        raise NonFiniteError(1, "the loss", "the loss itself")
+
+    monkeypatch.setattr(Trainer, "step", failing)
+    result = compare.run(small(), recipes=["fp32", "tf32"], steps=5, console=quiet())
+    assert result["steps"] == 5
+    assert all(run["failure"] for run in result["runs"])

@@ -228,3 +228,8 @@ def test_a_wrong_recipe_is_one_line(recipe: Any) -> None:
 def test_a_config_is_frozen() -> None:
     with pytest.raises(AttributeError):
         Config().model = "other"  # type: ignore[misc]
+
+
+def test_a_count_has_a_limit() -> None:
+    with pytest.raises(ConfigError, match=r"data\.batch_size: got 10+; input should be less than"):
+        load(None, [f"data.batch_size={10**30}"])

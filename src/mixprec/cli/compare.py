@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from mixprec.cli.output import console, print_json, print_table
+from mixprec.cli.train import NON_FINITE
 
 MEGABYTE = 1e6
 COLUMNS = (
@@ -48,8 +49,12 @@ def compare(
     ] = None,
     seeds: Annotated[int, typer.Option(help="Runs of each recipe; the spread is shown.")] = 1,
     out: Annotated[
-        Path | None,
-        typer.Option(help="Folder for result.json, losses.csv, compare.html.", show_default=False),
+        str | None,
+        typer.Option(
+            help="Folder for result.json, losses.csv, compare.html.",
+            metavar="PATH",
+            show_default=False,
+        ),
     ] = None,
     device: Annotated[
         str | None,
@@ -60,6 +65,7 @@ def compare(
     """Compare recipes: the same model, weights, batches and dropout masks in each.
 
     Shows loss, accuracy, SQNR of activations x, weights w and gradients g, step time and memory.
+    Exit code 3: no run has a finite loss.
     """
     from rich.console import Console
 
@@ -77,23 +83,24 @@ def compare(
         console=Console(stderr=as_json),
     )
     if out is not None:
-        (out / "compare.html").write_text(render(result), encoding="utf-8")
+        (Path(out) / "compare.html").write_text(render(result), encoding="utf-8")
     if as_json:
         print_json(result)
     else:
         _show(result)
         if out is not None:
             console().print(f"result.json, losses.csv and compare.html are in {out}")
+    if all(run["failure"] for run in result["runs"]):
+        raise typer.Exit(NON_FINITE)
 
 
 def _show(result: Mapping[str, Any]) -> None:
     runs = result["runs"]
-    steps = max(len(run["curve"]["step"]) for run in runs)
     seeds = ", ".join(map(str, result["seeds"]))
     print_table(
         COLUMNS,
         [_row(run) for run in runs],
-        title=f"{result['model']} on {result['data']}, {steps} steps, seed {seeds}",
+        title=f"{result['model']} on {result['data']}, {result['steps']} steps, seed {seeds}",
         numeric=set(COLUMNS) - {"recipe", "impl"},
     )
     for run in runs:

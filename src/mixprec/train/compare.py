@@ -25,7 +25,7 @@ from mixprec.recipes import Recipe
 from mixprec.train.config import Config, RecipeTable, TrainConfig, from_dict, load, recipe_label
 from mixprec.train.config import to_dict as config_table
 from mixprec.train.data import DATASETS, Dataset
-from mixprec.train.log import ProgressLines, environment, finite, write_json
+from mixprec.train.log import ProgressLines, create_folder, environment, finite, write_json
 from mixprec.train.trainer import NonFiniteError, Trainer, isolated_generators, pick_device
 
 DEFAULT_RECIPES = (
@@ -73,6 +73,7 @@ class _Contender:
         record: dict[str, Any] = {
             "recipe": self.label,
             "impl": self.trainer.impl,
+            "steps": self.trainer.total,
             "train_loss": None if self.failure else statistics.fmean(tail),
             "loss": None,
             "accuracy": None,
@@ -98,7 +99,7 @@ class _Contender:
 def run(
     config: Config | str | Path | None = None,
     *,
-    recipes: Sequence[RecipeTable | Recipe] | None = None,
+    recipes: RecipeTable | Recipe | Sequence[RecipeTable | Recipe] | None = None,
     steps: int | None = None,
     seeds: int = 1,
     out: str | Path | None = None,
@@ -109,8 +110,9 @@ def run(
 
     Args:
         config: A Config or a TOML file; None is `mnist_cnn` on `mnist` for three epochs.
-        recipes: Names, recipes or tables; the others are compared with the first. None: fp32, the
-            FP8 recipes, and the configuration's own.
+        recipes: Names, recipes or tables, or one alone; the others are compared with the first. A
+            name may be that of the configuration's own recipe. None: fp32, the FP8 recipes, and the
+            configuration's own.
         steps: Optimizer steps, before the epochs are over.
         seeds: Runs of each recipe, with the configuration's seed and those after it.
         out: A folder for `result.json` and `losses.csv`.
@@ -134,6 +136,7 @@ def run(
         the device's FP8 units add in fewer bits than FP32, with the bound.
     Raises:
         ConfigError, ValueError: As `mixprec.train.run`, and for a recipe that is named twice.
+        TypeError: recipes or config is none of these.
     """
     if seeds < 1:
         raise ValueError(f"seeds: got {seeds}; at least one run is needed; give 1 or more")
@@ -141,21 +144,21 @@ def run(
     chosen = _chosen(base, recipes)
     target = pick_device(base.train.device)
     data = DATASETS[base.data.name](base.data.path)
+    folder = None if out is None else create_folder(out)
     with isolated_generators(target):
         by_seed = [_one_seed(base, chosen, data, offset, console) for offset in range(seeds)]
     impls = " ".join(record["impl"] for record in by_seed[0])
     result = {
         "model": base.model,
         "data": base.data.name,
+        "steps": by_seed[0][0]["steps"],
         "seeds": [base.train.seed + offset for offset in range(seeds)],
         "notes": _notes(impls, target),
         "environment": environment(target),
         "runs": [_run(records, by_seed) for records in zip(*by_seed, strict=True)],
         "by_seed": by_seed,
     }
-    if out is not None:
-        folder = Path(out)
-        folder.mkdir(parents=True, exist_ok=True)
+    if folder is not None:
         write_json(folder / "result.json", result)
         _write_losses(folder / "losses.csv", result)
     return finite(result)
@@ -180,14 +183,23 @@ def _base(config: Config | str | Path | None, steps: int | None, device: str | N
     return from_dict(table)
 
 
-def _chosen(base: Config, recipes: Sequence[RecipeTable | Recipe] | None) -> dict[str, RecipeTable]:
+def _chosen(
+    base: Config, recipes: RecipeTable | Recipe | Sequence[RecipeTable | Recipe] | None
+) -> dict[str, RecipeTable]:
+    if isinstance(recipes, str | dict | Recipe):
+        recipes = [recipes]
+    if recipes is not None and not isinstance(recipes, Sequence):
+        raise TypeError(
+            f"recipes: got {recipes!r}; a recipe is a name, a Recipe or a table; give one or a list"
+        )
     if recipes is not None and not recipes:
         raise ValueError("recipes: got none; a comparison needs one at least; name some")
+    own = recipe_label(base.recipe)
     asked = [*DEFAULT_RECIPES, base.recipe] if recipes is None else list(recipes)
     chosen: dict[str, RecipeTable] = {}
     for entry in asked:
         table = entry.to_dict() if isinstance(entry, Recipe) else entry
-        recipe = from_dict({"recipe": table}).recipe
+        recipe = base.recipe if table == own else from_dict({"recipe": table}).recipe
         label = recipe_label(recipe)
         if label in chosen and recipes is not None:
             raise ValueError(f"recipes: got {label} twice; each is run once; leave one out")

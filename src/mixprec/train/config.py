@@ -113,7 +113,7 @@ class _Section:
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid", strict=True)
 
 
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +199,12 @@ def load(path: str | Path | None = None, settings: Sequence[str] = ()) -> Config
 
     Raises:
         ConfigError: The file cannot be read, or some values cannot be used; all are listed.
+        TypeError: path is neither None nor a path.
     """
+    if path is not None and not isinstance(path, str | Path):
+        raise TypeError(
+            f"config: got {path!r}; it is a Config or the path of a TOML file; give one"
+        )
     table = {} if path is None else _read_toml(Path(path))
     for setting in settings:
         _apply(table, setting)

@@ -9,6 +9,7 @@ import math
 import os
 import platform
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -34,6 +35,23 @@ def environment(device: torch.device) -> dict[str, Any]:
         record["gpu"] = torch.cuda.get_device_name(device)
         record["capability"] = torch.cuda.get_device_capability(device)
     return record
+
+
+def create_folder(out: str | Path) -> Path:
+    """The folder of that name, made where it is not there yet, in which files can be written.
+
+    Raises: ValueError: The name is empty, or of a file, or of a place that cannot be written.
+    """
+    if not str(out):
+        raise ValueError("out: got ''; a folder has a name; name one, or leave it out")
+    folder = Path(out)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        reason = "it is a file" if folder.is_file() else f"it cannot be written ({error.strerror})"
+        raise ValueError(f"out: got {str(out)!r}; {reason}; name a folder") from error
+    return folder
 
 
 def write_json(path: Path, value: Any) -> None:
