@@ -195,3 +195,21 @@ def test_state_of_any_optimizer_survives(tmp_path: Path, make: Any) -> None:
     state = optimizer.state_dict()
     found = checkpoint.load(checkpoint.save(tmp_path, 3, {"optimizer": state}, keep=1))
     assert same(found["optimizer"], state)
+
+
+@pytest.mark.parametrize("key", ["format", "files", "tree.json", "model.safetensors"])
+def test_a_manifest_that_lacks_a_key_is_passed_by(tmp_path: Path, key: str) -> None:
+    for step in (1, 2):
+        path = checkpoint.save(tmp_path, step, small_tree() | {"position": step}, keep=2)
+    manifest = json.loads((path / "manifest.json").read_text())
+    (manifest if key in manifest else manifest["files"]).pop(key)
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(
+        CheckpointError, match=r"step_00000002; its manifest\.json .* choose another"
+    ):
+        checkpoint.load(path)
+    said: list[str] = []
+    found = checkpoint.newest(tmp_path, said.append)
+    assert found is not None
+    assert found["position"] == 1
+    assert len(said) == 1

@@ -233,3 +233,8 @@ def test_a_config_is_frozen() -> None:
 def test_a_count_has_a_limit() -> None:
     with pytest.raises(ConfigError, match=r"data\.batch_size: got 10+; input should be less than"):
         load(None, [f"data.batch_size={10**30}"])
+
+
+def test_a_section_that_is_a_value_is_the_one_at_fault() -> None:
+    with pytest.raises(ConfigError, match=r"^train: got 3, of which train\.dry_run cannot be set"):
+        load(None, ["train=3", "train.dry_run=true"])

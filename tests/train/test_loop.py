@@ -232,3 +232,70 @@ def test_a_bar_on_a_terminal(small: Small) -> None:
     shown = console.file.getvalue()
     assert "7/7" in shown
     assert "\x1b" in shown
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_checkpoint_of_elsewhere_does_not_go_on_in_the_folder_of_another_run(
+    small: Small, tmp_path: Path
+) -> None:
+    for name in "ab":
+        run(small("train.steps=2"), out=tmp_path / name, console=quiet())
+    before = contents(tmp_path / "b")
+    resume = tmp_path / "a" / "checkpoints" / "step_00000002"
+    with pytest.raises(ValueError, match=r"out: got .*b; it holds another run"):
+        run(small("train.steps=3"), out=tmp_path / "b", resume=resume, console=quiet())
+    assert contents(tmp_path / "b") == before
+    own = tmp_path / "b" / "checkpoints" / "step_00000002"
+    assert run(small("train.steps=3"), out=tmp_path / "b", resume=own, console=quiet())
+
+
+@pytest.mark.parametrize("resume", [None, "auto"])
+def test_a_configuration_of_the_user_is_not_overwritten(
+    small: Small, tmp_path: Path, resume: str | None
+) -> None:
+    (tmp_path / "config.toml").write_text("# mine")
+    with pytest.raises(ValueError, match=r"out: got .*; its config\.toml is not a run's"):
+        run(small("train.steps=1"), out=tmp_path, resume=resume, console=quiet())
+    assert contents(tmp_path) == {tmp_path / "config.toml": b"# mine"}
+
+
+def test_a_run_goes_on_from_its_own_configuration(small: Small, tmp_path: Path) -> None:
+    first = run(small("train.steps=1"), out=tmp_path, console=quiet())
+    again = run(tmp_path / "config.toml", out=tmp_path, resume="auto", console=quiet())
+    assert steady(again) == steady(first)
+
+
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        ("", "out: got ''; a folder has a name"),
+        ("file", "out: got '.*file'; it is a file; name a folder"),
+        ("file/below", "out: got '.*below'; it cannot be written .*; name a folder"),
+    ],
+)
+def test_a_place_that_cannot_be_written(
+    small: Small, tmp_path: Path, name: str, match: str
+) -> None:
+    (tmp_path / "file").write_text("kept")
+    with pytest.raises(ValueError, match=match):
+        run(small("train.steps=1"), out=str(tmp_path / name) if name else "", console=quiet())
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        (["train.steps=4"], r"train\.steps: got 4, 4 steps in all; .* has 9 steps done; give more"),
+        (["train.epochs=1"], r"train\.epochs: got 1, 7 steps in all; .* has 9 steps done"),
+    ],
+)
+def test_a_run_that_would_be_over_before_its_checkpoint(
+    small: Small, tmp_path: Path, settings: list[str], match: str
+) -> None:
+    run(small("train.steps=9"), out=tmp_path, console=quiet())
+    before = contents(tmp_path)
+    with pytest.raises(ValueError, match=match):
+        run(small(*settings), out=tmp_path, resume="auto", console=quiet())
+    assert contents(tmp_path) == before

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mixprec.train import checkpoint
-from mixprec.train.config import Config
+from mixprec.train.config import Config, ConfigError
 from mixprec.train.models import MnistCNN
 from mixprec.train.trainer import (
     NonFiniteError,
@@ -301,3 +301,27 @@ def test_a_compiled_model_evaluates_like_an_eager_one_and_trains(small: Small) -
     assert compiled.evaluate().loss == pytest.approx(eager.evaluate().loss, rel=1e-4)
     losses = [compiled.step().loss for _ in range(20)]
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "match"),
+    [
+        ("adam", "betas=[0.9]", r"^optimizer\.options\.betas: got \[0\.9\]; adam: "),
+        ("adam", "betas=0.9", r"^optimizer\.options\.betas: got 0\.9; adam: "),
+        ("adam", 'eps="x", amsgrad=true', r"^optimizer\.options\.eps: got 'x'; adam: "),
+        ("adamw", "fused=true, foreach=true", r"^optimizer\.options: got \{'fused': True, 'fore"),
+        ("adam", "capturable=true", r"^optimizer\.options\.capturable: got True; adam: "),
+        ("adam", "differentiable=true", r"^optimizer\.options\.differentiable: got True; adam: "),
+        (
+            "sgd",
+            'momentum=0.9, dampening="x"',
+            r"^optimizer\.options: got \{'momentum': 0.9, 'damp",
+        ),
+    ],
+)
+def test_options_that_do_not_work_are_named_in_one_line(
+    small: Small, name: str, options: str, match: str
+) -> None:
+    with pytest.raises(ConfigError, match=match) as refused:
+        Trainer(small(f"optimizer.name={name}", f"optimizer.options={{{options}}}"))
+    assert len(str(refused.value).splitlines()) == 1

@@ -71,13 +71,23 @@ def load(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"checkpoint: got {path}; its manifest.json is of no known version; choose another"
         )
-    for name, expected in manifest["files"].items():
+    files = manifest.get("files")
+    if not isinstance(files, dict) or "tree.json" not in files:
+        raise CheckpointError(
+            f"checkpoint: got {path}; its manifest.json does not list the files; choose another"
+        )
+    for name, expected in files.items():
         _verify(path / name, expected)
     tensors: dict[str, Tensor] = {}
-    for name in manifest["files"]:
+    for name in files:
         if name.endswith(".safetensors"):
             tensors |= load_file(path / name)
-    return {name: _unpack(node, tensors) for name, node in _json(path, "tree.json").items()}
+    try:
+        return {name: _unpack(node, tensors) for name, node in _json(path, "tree.json").items()}
+    except KeyError as error:
+        raise CheckpointError(
+            f"checkpoint: got {path}; its manifest.json lists no file with {error}; choose another"
+        ) from error
 
 
 def listed(folder: Path) -> list[Path]:

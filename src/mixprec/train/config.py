@@ -260,10 +260,13 @@ def _apply(table: dict[str, Any], setting: str) -> None:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text.strip()
-    for section in sections:
+    for place, section in enumerate(sections, start=1):
         table = table.setdefault(section, {})
         if not isinstance(table, dict):
-            raise ConfigError(f"set: got {setting!r}; {section} is a value, not a table; set it")
+            raise ConfigError(
+                f"{'.'.join(sections[:place])}: got {table!r}, of which {path} cannot be set; "
+                f"{section} is a value, not a table; correct either"
+            )
     table[key] = value
 
 

@@ -37,14 +37,19 @@ def environment(device: torch.device) -> dict[str, Any]:
     return record
 
 
+def named_folder(out: str | Path) -> Path:
+    """The path; ValueError where the name is empty, which as a path would be the current folder."""
+    if not str(out):
+        raise ValueError("out: got ''; a folder has a name; name one, or leave it out")
+    return Path(out)
+
+
 def create_folder(out: str | Path) -> Path:
     """The folder of that name, made where it is not there yet, in which files can be written.
 
     Raises: ValueError: The name is empty, or of a file, or of a place that cannot be written.
     """
-    if not str(out):
-        raise ValueError("out: got ''; a folder has a name; name one, or leave it out")
-    folder = Path(out)
+    folder = named_folder(out)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()

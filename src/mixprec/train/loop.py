@@ -11,10 +11,18 @@ from rich.console import Console
 
 from mixprec.train import checkpoint
 from mixprec.train.config import Config, load, recipe_label, to_toml
-from mixprec.train.log import Metrics, ProgressLines, environment, write_json
+from mixprec.train.log import (
+    Metrics,
+    ProgressLines,
+    create_folder,
+    environment,
+    named_folder,
+    write_json,
+)
 from mixprec.train.trainer import NonFiniteError, Trainer, isolated_generators, pick_device
 
 _CHECKPOINTS = "checkpoints"
+_CONFIG = "config.toml"
 _METRICS = "metrics.jsonl"
 _MODEL = "model.pt"
 
@@ -49,13 +57,14 @@ def run(
         `train_loss` of the last step, `step_ms` the median step of this process, and what ran.
     Raises:
         ConfigError: The configuration cannot be used.
-        ValueError: `out` holds another run, or the checkpoint is damaged or of another run.
+        ValueError: `out` holds another run, or a configuration of the user's, or cannot be written;
+            or the checkpoint is damaged or of another run.
         NonFiniteError: A loss was not finite; checkpoints saved before it are kept.
         Preempted: `stop` said so.
     """
     if not isinstance(config, Config):
         config = load(config)
-    folder = None if out is None or config.train.dry_run else Path(out)
+    folder = None if out is None or config.train.dry_run else named_folder(out)
     _check_folder(folder, resume)
     device = pick_device(config.train.device)
     with isolated_generators(device):
@@ -63,10 +72,12 @@ def run(
         with ProgressLines(trainer.total, console) as lines:
             _resume(trainer, folder, resume, lines)
             if folder is not None:
-                folder.mkdir(parents=True, exist_ok=True)
-                (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
-                write_json(folder / "environment.json", environment(device))
+                create_folder(folder)
+            # Before the configuration: without metrics, a config.toml is known to be the user's.
             metrics = Metrics(folder and folder / _METRICS, resumed_at=trainer.done)
+            if folder is not None:
+                (folder / _CONFIG).write_text(to_toml(config), encoding="utf-8")
+                write_json(folder / "environment.json", environment(device))
             return _Run(trainer=trainer, folder=folder, metrics=metrics, lines=lines).train(stop)
 
 
@@ -161,9 +172,19 @@ def _check_folder(folder: Path | None, resume: str | Path | None) -> None:
         raise ValueError(
             "resume: got 'auto' without a run folder (a dry run has none); it looks there; give out"
         )
-    if folder is not None and resume is None and (folder / _METRICS).exists():
+    if folder is None:
+        return
+    goes_on = resume == "auto" or (
+        resume is not None and Path(resume).resolve().parent == (folder / _CHECKPOINTS).resolve()
+    )
+    if (folder / _METRICS).exists() and not goes_on:
         raise ValueError(
             f"out: got {folder}; it holds another run; pass --resume auto to go on with it, or "
+            "another folder"
+        )
+    if (folder / _CONFIG).exists() and not (folder / _METRICS).exists():
+        raise ValueError(
+            f"out: got {folder}; its {_CONFIG} is not a run's and would be overwritten; name "
             "another folder"
         )
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from mixprec import nn as layers
-from mixprec.train import checkpoint
-from mixprec.train.config import OPTIMIZERS, Config, resolve_recipe, to_dict
+from mixprec.train import checkpoint, optimizers
+from mixprec.train.config import Config, resolve_recipe, to_dict
 from mixprec.train.data import DATASETS, Dataset, Split, epoch_order, stream_seed
 from mixprec.train.models import MODELS
 
@@ -112,11 +112,8 @@ class Trainer:
         torch.manual_seed(config.train.seed)
         self.model = entry.build().to(self.device)
         self.report = _convert(self.model, config)
-        self.optimizer = OPTIMIZERS[config.optimizer.name](
-            self.model.parameters(),
-            lr=config.optimizer.lr,  # type: ignore[call-arg]
-            **config.optimizer.options,
-        )
+        optimizers.rehearse(config.optimizer, self.device)
+        self.optimizer = optimizers.make(config.optimizer, self.model.parameters())
         self._scheduler = torch.optim.lr_scheduler.StepLR(
             self.optimizer, step_size=1, gamma=config.optimizer.gamma
         )
@@ -227,9 +224,11 @@ class Trainer:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state` returned.
 
-        Raises: ValueError: It is the state of another run; each difference has a line.
+        Raises: ValueError: It is the state of another run; each difference has a line. Or this
+            run would be over before it.
         """
         _same_run(state["config"], to_dict(self.config))
+        self._require_steps(state["position"]["step"])
         self.model.load_state_dict(state["model"])
         layers.load_state_dict(self.model, state["numerics"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -237,6 +236,16 @@ class Trainer:
         checkpoint.set_generators(state["generators"], self.device)
         self.done = state["position"]["step"]
         self.loss = state["position"]["loss"]
+
+    def _require_steps(self, done: int) -> None:
+        train = self.config.train
+        if train.dry_run or done <= self.total:
+            return
+        key = "steps" if train.steps == self.total else "epochs"
+        raise ValueError(
+            f"train.{key}: got {getattr(train, key)}, {self.total} steps in all; the checkpoint "
+            f"has {done} steps done; give more, or start a new run"
+        )
 
     def _gradients(self) -> float:
         """Gradients of the step's mean loss, whatever the batches it is made of; the loss."""
