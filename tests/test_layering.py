@@ -19,6 +19,7 @@ LAYERS = [
     "rounding",
     "codes",
     "scaling",
+    "quant_spec",
     "quantization",
     "gemm",
     "recipes",

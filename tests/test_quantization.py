@@ -20,7 +20,7 @@ from mixprec.scaling import DelayedState, delayed_state, record_amax, roll_histo
 
 E4M3, E5M2, E2M1 = (FORMATS[name] for name in ("e4m3", "e5m2", "e2m1"))
 NARROW = [FORMATS[n] for n in ("e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz", "e3m2", "e2m3", "e2m1")]
-FORMATS_TRIED = [*NARROW, FORMATS["fp16"], FORMATS["bf16"], *(fmt for fmt in CUSTOM[:4])]
+FORMATS_TRIED = [*NARROW, FORMATS["fp16"], *(fmt for fmt in CUSTOM[:4])]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 NOISE = Noise(seed=1234, step=17, stream=5)
 TENSOR, ROW = QuantSpec(format=E4M3), QuantSpec(format=E4M3, block=(1, -1), scale_rule="pow2")
@@ -222,7 +222,7 @@ def test_under_a_delayed_scale_only_the_element_itself_is_not_finite(
     assert q.scale.isfinite().all()
 
 
-@pytest.mark.parametrize("fmt", [E4M3, E5M2, E2M1], ids=str)
+@pytest.mark.parametrize("fmt", [E4M3, E5M2, FORMATS["e4m3fnuz"]], ids=str)
 @pytest.mark.parametrize("past", [1e-45, 1e-38, 1e-30])
 def test_finite_values_saturate_however_small_the_history(fmt: FloatFormat, past: float) -> None:
     spec = QuantSpec(format=fmt, amax_history_len=4)

@@ -160,7 +160,11 @@ def test_native_support_of_a_recipe_agrees_with_the_implementation(
     [
         (E5M2, E5M2, "e5m2: the units multiply it with e4m3 only"),
         (E4M3, None, "e4m3: no units multiply it with an operand in high precision"),
-        (QuantSpec(format=FORMATS["bf16"]), E4M3, "bf16: no implementation multiplies it natively"),
+        (
+            QuantSpec(format=FORMATS["bf16"], scale_rule="none"),
+            E4M3,
+            "bf16: no implementation multiplies it natively",
+        ),
         (
             QuantSpec(format=FORMATS["e4m3"], block=(1, 32)),
             E4M3,

@@ -83,7 +83,7 @@ def quantize_operand(
         return x
     if noise is not None:
         noise = replace(noise, stream=noise.stream + position)
-    return quantize(x, spec, noise=noise, state=delayed)
+    return quantize(x, spec, noise=noise, state=delayed if spec.is_delayed else None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

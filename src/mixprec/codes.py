@@ -157,7 +157,8 @@ def _values_of(codes: Tensor, fmt: FloatFormat, working: torch.dtype) -> Tensor:
     wide = codes.to(layout.integer)
     if same_exponent_range(fmt, SOURCE_FORMATS[working]):
         return (wide << (layout.mantissa - fmt.mantissa)).view(working)
-    magnitude = wide & ~signed(fmt.sign_mask, 64) & ((1 << fmt.bits) - 1)
+    magnitude = wide & ((1 << (fmt.bits - int(fmt.signed))) - 1)
+    is_negative = (wide >> (fmt.bits - 1)) & 1 != 0
     bits = magnitude << (layout.mantissa - fmt.mantissa)
     normal = (bits + ((layout.bias - fmt.bias) << layout.mantissa)).view(working)
     if fmt.signed:
@@ -170,10 +171,11 @@ def _values_of(codes: Tensor, fmt: FloatFormat, working: torch.dtype) -> Tensor:
         top = torch.where(magnitude == inf_code, math.inf, math.nan).to(working)
         values = torch.where(magnitude >= inf_code, top, values)
     if fmt.signed:
-        values = torch.where(wide & fmt.sign_mask != 0, -values, values)
+        values = torch.where(is_negative, -values, values)
     if fmt.has_nan and not fmt.has_inf:
-        pattern = wide if fmt.specials == "fnuz" else magnitude
-        values = torch.where(pattern == fmt.nan_code, math.nan, values)
+        is_minus_zero = is_negative & (magnitude == 0)
+        is_nan = is_minus_zero if fmt.specials == "fnuz" else magnitude == fmt.nan_code
+        values = torch.where(is_nan, math.nan, values)
     return values
 
 

@@ -57,6 +57,8 @@ class FloatFormat:
                 raise ValueError(
                     f"{name}: got {width!r}; must lie in {least}..{most}; choose a width there"
                 )
+        if not isinstance(self.signed, bool):
+            raise ValueError(f"signed: got {self.signed!r}; must be True or False; choose one")
         if self.specials not in get_args(Specials):
             raise ValueError(
                 f"specials: got {self.specials!r}; must be one of {', '.join(get_args(Specials))}"

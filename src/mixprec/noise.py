@@ -80,6 +80,11 @@ class Noise:
         """
         rows, width = shape
         columns = self.columns if self.columns is not None else self.column + width
+        if columns < width:
+            raise ValueError(
+                f"columns: got {columns}; the tensor alone has {width}; pass the whole operand's "
+                "number of columns"
+            )
         k0, k1 = self._keys(device)
         row = torch.arange(self.row, self.row + rows, dtype=torch.int64, device=device)[:, None]
         column = torch.arange(self.column, self.column + width, dtype=torch.int64, device=device)

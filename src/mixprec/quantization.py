@@ -9,7 +9,6 @@ rows are the product of the leading axes, the contraction axis is last.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import get_args
 
 import torch
 from torch import Tensor
@@ -17,113 +16,21 @@ from torch import Tensor
 from mixprec.codes import codes_of, decode, float8_dtype, pack_nibbles, unpack_nibbles
 from mixprec.formats import FloatFormat, get_format
 from mixprec.noise import Noise
-from mixprec.rounding import Rounding, can_look_at, check_floating, holds, round_float
+from mixprec.quant_spec import UNSCALED, QuantSpec, as_spec
+from mixprec.rounding import (
+    SOURCE_FORMATS,
+    can_look_at,
+    check_floating,
+    holds,
+    round_float,
+)
 from mixprec.scaling import (
-    SCALE_RULES,
-    AmaxComputeAlgo,
-    Block,
     DelayedState,
     block_amax,
     delayed_amax,
     encode_and_scale,
     expand_blocks,
 )
-
-UNSCALED = "none"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QuantSpec:
-    """How one operand of a product is quantised.
-
-    Args:
-        format: Format of the values.
-        block: (free, contraction) elements that share a scale; -1 is the whole axis: tensor (-1,
-            -1), row (1, -1), MX (1, 32), tile (128, 128).
-        scale_rule: From amax to scale: ``real``, ``pow2``, or ``none`` (values are rounded as they
-            are, without a scale).
-        rounding: Rounding of x * encode to the format.
-        min_amax: Floor under amax before the scale is made.
-        amax_history_len: 0 for a scale from the data at hand; above 0 for delayed scaling, a scale
-            from the last so many amaxes.
-        amax_compute_algo: ``max`` of the history, or its ``most_recent`` entry.
-
-    Raises:
-        ValueError: A value out of range, or fields that do not go together.
-    """
-
-    format: FloatFormat
-    block: Block = (-1, -1)
-    scale_rule: str = "real"
-    rounding: Rounding = "nearest_even"
-    min_amax: float = 0.0
-    amax_history_len: int = 0
-    amax_compute_algo: AmaxComputeAlgo = "max"
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.format, FloatFormat) or not self.format.signed:
-            raise ValueError(
-                f"format: got {self.format!r}; must be a signed FloatFormat; use FORMATS['e4m3']"
-            )
-        is_pair = isinstance(self.block, tuple) and len(self.block) == 2
-        if not is_pair or not all(_is_count(size) or size == -1 for size in self.block):
-            raise ValueError(
-                f"block: got {self.block!r}; must be two sizes of at least 1, or -1 for the whole "
-                "axis; use (-1, -1) for one scale a tensor"
-            )
-        for name, known in (
-            ("scale_rule", (UNSCALED, *SCALE_RULES)),
-            ("rounding", get_args(Rounding)),
-            ("amax_compute_algo", get_args(AmaxComputeAlgo)),
-        ):
-            if getattr(self, name) not in known:
-                raise ValueError(
-                    f"{name}: got {getattr(self, name)!r}; must be one of {', '.join(known)}"
-                )
-        if not isinstance(self.min_amax, float | int) or not 0 <= self.min_amax < float("inf"):
-            raise ValueError(
-                f"min_amax: got {self.min_amax!r}; must be finite and at least 0; use 0"
-            )
-        if not (_is_count(self.amax_history_len) or self.amax_history_len == 0):
-            raise ValueError(
-                f"amax_history_len: got {self.amax_history_len!r}; must be at least 0, a whole "
-                "number; use 0 for a scale from the data at hand"
-            )
-        self._check_scale()
-
-    def _check_scale(self) -> None:
-        is_scaled = self.scale_rule != UNSCALED
-        if is_scaled and holds(self.format, get_format("fp32")):
-            raise ValueError(
-                f"scale_rule: got {self.scale_rule!r} with format {self.format}; x * encode would "
-                "overflow FP32, and a scale gains nothing; use scale_rule='none'"
-            )
-        if self.is_delayed and (self.block != (-1, -1) or not is_scaled):
-            raise ValueError(
-                f"amax_history_len: got {self.amax_history_len} with block {self.block} and "
-                f"scale_rule {self.scale_rule!r}; delayed scaling keeps one scale a tensor; use "
-                "block=(-1, -1) and a scale rule, or amax_history_len=0"
-            )
-        if not is_scaled and (self.block != (-1, -1) or self.min_amax):
-            raise ValueError(
-                f"scale_rule: got 'none' with block {self.block} and min_amax {self.min_amax}; "
-                "without a scale neither has a meaning; leave both at their defaults"
-            )
-
-    @property
-    def is_delayed(self) -> bool:
-        """Whether the scale comes from a history of amaxes."""
-        return self.amax_history_len > 0
-
-    @property
-    def is_stochastic(self) -> bool:
-        """Whether quantising draws noise."""
-        return self.rounding == "stochastic"
-
-    @property
-    def is_symmetric(self) -> bool:
-        """Whether quantising commutes with transposing: the same values serve both contractions."""
-        return self.block[0] == self.block[1] and not self.is_stochastic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -159,7 +66,7 @@ class QuantizedTensor:
     def values(self) -> Tensor:
         """The decoded values without their scales, float32 (float64 for wider formats)."""
         fmt = self.spec.format
-        dtype = torch.float32 if fmt.exponent <= 8 and fmt.mantissa <= 23 else torch.float64
+        dtype = torch.float32 if holds(get_format("fp32"), fmt) else torch.float64
         return decode(self._unpacked_codes(), fmt, dtype)
 
     def _unpacked_codes(self) -> Tensor:
@@ -214,10 +121,6 @@ def _transposed(per_block: Tensor | None) -> Tensor | None:
     return per_block if per_block is None or per_block.numel() == 1 else per_block.t()
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
 def _matrix_shape(shape: torch.Size) -> tuple[int, int]:
     return (shape[:-1].numel(), shape[-1]) if shape else (1, 1)
 
@@ -228,14 +131,6 @@ def _is_packed(fmt: FloatFormat) -> bool:
 
 Operand = Tensor | QuantizedTensor
 """What a product takes: a high-precision tensor, or a quantised one."""
-
-
-def as_spec(spec: QuantSpec | FloatFormat | str) -> QuantSpec:
-    """A spec by value; for a format one scale a tensor, or none where it has 16 bits or more."""
-    if isinstance(spec, QuantSpec):
-        return spec
-    fmt = get_format(spec)
-    return QuantSpec(format=fmt, scale_rule="real" if fmt.bits < 16 else UNSCALED)
 
 
 def quantize(
@@ -275,6 +170,11 @@ def quantize(
     if spec.is_stochastic and noise is None:
         raise ValueError(
             "noise: got None; stochastic rounding needs it; pass noise=Noise(seed=..., step=...)"
+        )
+    if state is not None and not spec.is_delayed:
+        raise ValueError(
+            "state: got one for a spec with amax_history_len=0; its scale comes from x; leave the "
+            "state out"
         )
     if spec.is_delayed and state is None:
         raise ValueError(
@@ -326,8 +226,13 @@ def requantize(
 
 def _source(x: Tensor, spec: QuantSpec) -> Tensor:
     """What is quantised: x, in float32 where it is float64 and gets a scale."""
+    x = x.detach()
+    if torch.compiler.is_compiling() and x.element_size() == 2:
+        # Inductor carries a 16-bit tensor that the same graph made in FP32, unrounded, but for its
+        # bits it has to round
+        return decode(x.view(torch.int16), SOURCE_FORMATS[x.dtype])
     is_wide = x.dtype == torch.float64 and spec.scale_rule != UNSCALED
-    return x.detach().float() if is_wide else x.detach()
+    return x.float() if is_wide else x
 
 
 def _scaled_codes(

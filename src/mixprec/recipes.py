@@ -19,7 +19,7 @@ from typing import Any
 
 from mixprec.formats import FORMATS, FloatFormat, get_format, lookup
 from mixprec.gemm.api import GemmSpec
-from mixprec.quantization import UNSCALED, QuantSpec
+from mixprec.quant_spec import UNSCALED, QuantSpec, as_spec
 
 PRODUCTS = ("output", "grad_input", "grad_weight")
 OPERANDS = tuple(f"{product}.{side}" for product in PRODUCTS for side in ("a", "b"))
@@ -83,6 +83,11 @@ class Recipe:
         Raises:
             ValueError: An unknown key (the nearest is named) or a value that a field refuses.
         """
+        if not isinstance(data, Mapping):
+            raise TypeError(
+                f"recipe: got {type(data).__name__}; must be a table; pass a dict, or a name to "
+                "get_recipe"
+            )
         values = dict(data)
         base = get_recipe(values.pop("base")) if "base" in values else Recipe()
         if not values:
@@ -93,7 +98,12 @@ class Recipe:
             changes[key] = (
                 _gemm_from(key, value, getattr(base, key)) if key in PRODUCTS else str(value)
             )
-        return replace(base, **changes)
+        recipe = replace(base, **changes)
+        if RECIPES.get(recipe.name, recipe).specs != recipe.specs:
+            raise ValueError(
+                f"name: got {recipe.name!r}; that name has another definition; choose another"
+            )
+        return recipe
 
 
 def operands(recipe: Recipe) -> dict[str, QuantSpec | None]:
@@ -140,6 +150,8 @@ def _spec_from(where: str, value: Any, base: QuantSpec | None) -> QuantSpec | No
         changes["format"] = _format_from(f"{where}.format", changes["format"])
     elif base is None:
         raise ValueError(f"{where}: got no format; an operand that is quantised needs one; add it")
+    if base is None:
+        changes.setdefault("scale_rule", as_spec(changes["format"]).scale_rule)
     try:
         if isinstance(changes.get("block"), list):
             changes["block"] = tuple(changes["block"])
@@ -150,7 +162,10 @@ def _spec_from(where: str, value: Any, base: QuantSpec | None) -> QuantSpec | No
 
 def _format_from(where: str, value: Any) -> FloatFormat:
     if not isinstance(value, Mapping):
-        return get_format(value)
+        try:
+            return get_format(value)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{where}: {error}") from error
     _check_keys(where, value, [field.name for field in dataclasses.fields(FloatFormat)])
     for width in ("exponent", "mantissa"):
         if width not in value:
@@ -158,9 +173,14 @@ def _format_from(where: str, value: Any) -> FloatFormat:
                 f"{where}: got no {width}; a format has both widths; add {width} = ..."
             )
     try:
-        return FloatFormat(**value)
+        fmt = FloatFormat(**value)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}.{error}") from error
+    if FORMATS.get(fmt.name, fmt) != fmt:
+        raise ValueError(
+            f"{where}.name: got {fmt.name!r}; that name has another definition; choose another"
+        )
+    return fmt
 
 
 def _products(

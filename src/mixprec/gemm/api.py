@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mixprec.formats import FloatFormat
 from mixprec.gemm.impl import bf16_mm, emulated, scaled_mm
+from mixprec.gemm.native import first_reason
 from mixprec.noise import Noise
 from mixprec.quantization import Operand, QuantizedTensor, QuantSpec, quantize
 from mixprec.rounding import SOURCE_FORMATS, check_floating
@@ -85,7 +86,7 @@ def _choose(a: Operand, b: Operand, out_dtype: torch.dtype, impl: str) -> tuple[
         return impl, ["asked for"]
     refusals: list[str] = []
     for name, module in _IMPLS.items():
-        reason = module.why_not(a, b, out_dtype) or module.why_slow(a, b)
+        reason = first_reason(module.why_not(a, b, out_dtype), module.why_slow(a, b))
         if reason is None:
             return name, refusals
         refusals.append(reason)

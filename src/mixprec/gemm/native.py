@@ -39,6 +39,14 @@ def is_autocast_on(x: Tensor) -> bool:
     return not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
+def first_reason(*reasons: str | None) -> str | None:
+    """The first that is not None; Dynamo of torch 2.11 cannot ask a formatted text for truth."""
+    for reason in reasons:
+        if reason is not None:
+            return reason
+    return None
+
+
 def why_not_out_dtype(out_dtype: torch.dtype) -> str | None:
     """Why a float32 sum cannot be returned in a type, or None."""
     if out_dtype in _OUT_DTYPES:
@@ -66,7 +74,8 @@ def apply_scales(sums_MN: Tensor, a: Operand, b: Operand) -> Tensor:
 
 
 def add_bias_and_round(sums_MN: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """round(sums + bias), the addition in float32 and in the place of the sums."""
+    """round(sums + bias), the addition in the type of the sums."""
+    # neither in place nor an idle cast: through those the Dynamo of torch 2.11 loses the gradient
     if bias is not None:
-        sums_MN = sums_MN.add_(bias.float())
-    return sums_MN.to(out_dtype)
+        sums_MN = sums_MN + bias.to(sums_MN.dtype)
+    return sums_MN if sums_MN.dtype == out_dtype else sums_MN.to(out_dtype)

@@ -37,11 +37,11 @@ def why_not(a: Operand, b: Operand, out_dtype: torch.dtype) -> str | None:
     Returns:
         One line that names the argument and the rule.
     """
-    return (
-        _why_not_device(a.codes if isinstance(a, QuantizedTensor) else a)
-        or _why_not_operand("a", a)
-        or _why_not_operand("b", b)
-        or native.why_not_out_dtype(out_dtype)
+    return native.first_reason(
+        _why_not_device(native.stored(a)),
+        _why_not_operand("a", a),
+        _why_not_operand("b", b),
+        native.why_not_out_dtype(out_dtype),
     )
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mixprec.codes import decode_unscaled
-from mixprec.gemm.native import is_autocast_on
+from mixprec.gemm.native import add_bias_and_round, is_autocast_on
 from mixprec.quantization import Operand, QuantizedTensor
 from mixprec.rounding import can_look_at
 from mixprec.scaling import SCALE_RULES, expand_blocks
@@ -63,9 +63,7 @@ def matmul(a: Operand, b: Operand, *, bias: Tensor | None, out_dtype: torch.dtyp
             out = _matmul_by_slabs(a, a_values, a_scale, b, b_values, b_scale)
         else:
             out = _matmul_scaled(a_values, a_scale, b_values, b_scale)
-    if bias is not None:
-        out.add_(bias)
-    return out.to(out_dtype)
+    return add_bias_and_round(out, bias, out_dtype)
 
 
 def _matmul_scaled(

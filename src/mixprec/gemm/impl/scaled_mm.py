@@ -55,9 +55,10 @@ def why_not(a: Operand, b: Operand, out_dtype: torch.dtype) -> str | None:
             return f"{name}: got a high-precision tensor; both operands must be FP8"
         if float8_dtype(operand.spec.format) is None:
             return f"{name}: got {operand.spec.format}; the units multiply e4m3 and e5m2"
-        if reason := native.why_not_scales(name, operand):
+        reason = native.why_not_scales(name, operand)
+        if reason is not None:
             return reason
-    return native.why_not_out_dtype(out_dtype) or _why_not_device(a, b)
+    return native.first_reason(native.why_not_out_dtype(out_dtype), _why_not_device(a, b))
 
 
 def _why_not_device(a: Operand, b: Operand) -> str | None:
