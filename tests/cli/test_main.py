@@ -93,3 +93,17 @@ def test_module_runs_as_a_program() -> None:
     done = run("-m", "mixprec.cli.main", "formats", "--cast=1,x")
     assert done.returncode == 2
     assert done.stderr.startswith("mixprec: cast: got 'x'")
+
+
+@pytest.mark.parametrize("words", [(), ("--json",)])
+def test_a_full_disk_is_one_line_and_code_1(words: tuple[str, ...]) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "mixprec.cli.main", "formats", *words],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert done.stderr == "mixprec: [Errno 28] No space left on device\n"

@@ -165,3 +165,49 @@ def test_there_are_examples_of_a_run_and_of_a_custom_format() -> None:
     custom = recipes["custom_format"]
     assert isinstance(custom, dict)
     assert custom["output"]["a"]["format"] == {"exponent": 4, "mantissa": 2}
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--out", ""], "out: got ''; a folder has a name"),
+        (["--out", __file__], f"out: got {__file__!r}; it is a file; name a folder"),
+        (["--device", ""], "train.device: got ''"),
+        (["--set", "train=3", "--dry-run"], "train: got 3, of which train.dry_run cannot be set"),
+        (["--set", "optimizer.options={rho=[1]}"], "optimizer.options.rho: got [1]; adadelta: "),
+    ],
+)
+def test_values_that_cannot_be_used(
+    cli: Callable, config: Path, words: list[str], line: str
+) -> None:
+    code, _, err = cli("train", str(config), *words)
+    assert code == 2
+    assert err.startswith(f"mixprec: {line}")
+    assert len(err.splitlines()) == 1
+
+
+def test_the_configuration_is_not_overwritten(cli: Callable, config: Path) -> None:
+    Path("config.toml").write_bytes(config.read_bytes())
+    code, _, err = cli("train", "config.toml", "--out", ".")
+    assert code == 2
+    assert err.startswith("mixprec: out: got .; its config.toml is not a run's")
+    assert Path("config.toml").read_bytes() == config.read_bytes()
+    assert [path.name for path in Path().iterdir()] == ["config.toml"]
+
+
+def test_the_report_fits_the_terminal_and_breaks_no_word(cli: Callable, config: Path) -> None:
+    words = ["--set", "recipe=fp8_rowwise_hp_grad_weight", "--dry-run"]
+    code, out, _ = cli("train", str(config), *words)
+    assert code == 0
+    assert max(map(len, out.splitlines())) <= 80
+    assert "fp8_rowwise_hp_grad_weight" in out
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_warning_is_a_plain_line(cli: Callable, config: Path) -> None:
+    words = ["--set", "recipe=rowwise", "--set", 'convert.skip=["fc*", "conv*"]', "--dry-run"]
+    code, out, err = cli("train", str(config), *words)
+    assert code == 0
+    assert "NOTHING WAS CONVERTED" in out
+    assert len(err.splitlines()) == 1
+    assert err.startswith("mixprec: warning: convert: nothing was converted")

@@ -7,9 +7,10 @@ with a checkpoint saved.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib.metadata import version
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -19,7 +20,18 @@ from mixprec.cli.formats import formats
 from mixprec.cli.recipes import recipes
 from mixprec.cli.train import train
 
+ERROR = 1
 USAGE_ERROR = 2
+_WRONG_INPUT = (
+    ValueError,
+    TypeError,
+    ImportError,
+    FileNotFoundError,
+    FileExistsError,
+    IsADirectoryError,
+    NotADirectoryError,
+    PermissionError,
+)
 
 app = typer.Typer(
     name="mixprec",
@@ -60,20 +72,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line and exits.
 
     Wrong input (ValueError, TypeError, a missing file or library) ends in one line on standard
-    error and exit code 2; its traceback is shown with ``--debug``. Anything else is a fault of the
-    program and shows its traceback at once.
+    error and exit code 2, a failure of the system (a full disk) in one line and exit code 1; the
+    traceback is shown with ``--debug``. Anything else is a fault of the program and shows its
+    traceback at once. A warning is one line on standard error.
 
     Args:
         arguments: Words of the command line; those of the process where None.
     """
     options = {"debug": False}
     try:
-        app(arguments, prog_name="mixprec", obj=options)
-    except (ValueError, TypeError, ImportError, OSError) as error:
+        with warnings.catch_warnings():
+            warnings.showwarning = _print_warning
+            app(arguments, prog_name="mixprec", obj=options)
+    except (*_WRONG_INPUT, OSError) as error:
         if options["debug"]:
             raise
         print(f"mixprec: {str(error).strip() or type(error).__name__}", file=sys.stderr)
-        sys.exit(USAGE_ERROR)
+        if isinstance(error, _WRONG_INPUT):
+            sys.exit(USAGE_ERROR)
+        # What could not be written would be tried again, and complained about, on the way out.
+        sys.stdout = None  # type: ignore[assignment]
+        sys.exit(ERROR)
+
+
+def _print_warning(message: Warning | str, *_: Any) -> None:
+    print(f"mixprec: warning: {message}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ def print_table(
     *,
     title: str | None = None,
     numeric: Collection[str] = (),
+    out: Console | None = None,
 ) -> None:
     """Prints a table in which nothing is cut.
 
@@ -40,13 +41,14 @@ def print_table(
         rows: Cells as text, as many a row as there are columns.
         title: A line above the table.
         numeric: The headings of columns to align to the right.
+        out: Where; standard output by default.
     """
     cells = list(rows)
     least = [
         _least_width(column, [row[i] for row in cells], whole=column in numeric)
         for i, column in enumerate(columns)
     ]
-    out = console()
+    out = out or console()
     for group in _groups(least, out.width):
         table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
         title = None
@@ -88,7 +90,7 @@ def _groups(widths: Sequence[int], available: int) -> list[list[int]]:
 
 def print_json(data: Any) -> None:
     """Prints one JSON document; records become objects, a number JSON lacks is a ValueError."""
-    print(json.dumps(data, indent=2, allow_nan=False, default=_as_object))
+    print(json.dumps(data, indent=2, allow_nan=False, default=_as_object), flush=True)
 
 
 def _as_object(value: Any) -> dict[str, Any]:

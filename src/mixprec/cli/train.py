@@ -7,11 +7,15 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mixprec.cli.output import print_json
+from mixprec.cli.output import print_json, print_table
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 NON_FINITE = 3
 PREEMPTED = 75
@@ -29,8 +33,12 @@ def train(
         ),
     ] = None,
     out: Annotated[
-        Path | None,
-        typer.Option(help="Run folder; runs/ and the file's name by default.", show_default=False),
+        str | None,
+        typer.Option(
+            help="Run folder; runs/ and the file's name by default.",
+            metavar="PATH",
+            show_default=False,
+        ),
     ] = None,
     resume: Annotated[
         str | None,
@@ -63,16 +71,21 @@ def train(
 
     console = Console(stderr=as_json)
     shortcuts = [
-        *([f"train.device={device}"] if device else []),
+        *([f"train.device={device}"] if device is not None else []),
         *(["train.dry_run=true"] if dry_run else []),
         *(["train.save_model=true"] if save_model else []),
     ]
     resolved = load(config, [*(settings or []), *shortcuts])
-    folder = out or Path("runs") / config.stem
+    folder = Path("runs") / config.stem if out is None else out
     try:
         with _sigterm() as asked_to_stop:
             result = run(
-                resolved, out=folder, resume=resume, stop=asked_to_stop.is_set, console=console
+                resolved,
+                out=folder,
+                resume=resume,
+                stop=asked_to_stop.is_set,
+                console=console,
+                show=lambda report: _show(report.table(), console),
             )
     except (NonFiniteError, Preempted) as error:
         typer.echo(f"mixprec: {error}", err=True)
@@ -82,6 +95,15 @@ def train(
         print_json(result)
     elif not resolved.train.dry_run:
         console.print(f"results in {folder}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _show(table: Table, console: Console) -> None:
+    print_table(
+        [str(column.header) for column in table.columns],
+        list(zip(*(map(str, column.cells) for column in table.columns), strict=True)),
+        title=str(table.title),
+        out=console,
+    )
 
 
 @contextmanager

@@ -19,6 +19,8 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from mixprec.nn import Report
+
 
 def environment(device: torch.device) -> dict[str, Any]:
     """What the numbers of a run depend on besides its configuration."""
@@ -108,6 +110,10 @@ class ProgressLines:
     def line(self, text: str) -> None:
         """A message that stays."""
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def show(self, report: Report) -> None:
+        """A table that stays, as wide as the console."""
+        self.console.print(report.table())
 
     def status(self, done: int, text: str) -> None:
         """A message that the bar replaces: the bar's text on a terminal, a line elsewhere."""

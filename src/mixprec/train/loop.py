@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
+from mixprec.nn import Report
 from mixprec.train import checkpoint
 from mixprec.train.config import Config, load, recipe_label, to_toml
 from mixprec.train.log import (
@@ -43,6 +44,7 @@ def run(
     resume: str | Path | None = None,
     stop: Callable[[], bool] = lambda: False,
     console: Console | None = None,
+    show: Callable[[Report], None] | None = None,
 ) -> dict[str, Any]:
     """Train a model as a configuration says.
 
@@ -52,6 +54,7 @@ def run(
         resume: A checkpoint's folder, or "auto" for the newest whole one in `out`.
         stop: Asked after each step; true saves a checkpoint and raises Preempted.
         console: Where progress goes; standard error by default.
+        show: Shows what the conversion did; by default it is printed with the progress.
 
     Returns: The content of `result.json`: `loss` and `accuracy` of the last evaluation,
         `train_loss` of the last step, `step_ms` the median step of this process, and what ran.
@@ -78,6 +81,8 @@ def run(
             if folder is not None:
                 (folder / _CONFIG).write_text(to_toml(config), encoding="utf-8")
                 write_json(folder / "environment.json", environment(device))
+            lines.line(f"{config.model}, {device}")
+            (show or lines.show)(trainer.report)
             return _Run(trainer=trainer, folder=folder, metrics=metrics, lines=lines).train(stop)
 
 
@@ -92,9 +97,6 @@ class _Run:
 
     def train(self, stop: Callable[[], bool]) -> dict[str, Any]:
         """Every step that is left, then the result."""
-        self.lines.line(
-            f"{self.trainer.config.model}, {self.trainer.device}\n{self.trainer.report}"
-        )
         started, step_ms = time.perf_counter(), []
         try:
             while self.trainer.done < self.trainer.total:
