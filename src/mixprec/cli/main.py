@@ -91,11 +91,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if isinstance(error, _WRONG_INPUT):
             sys.exit(USAGE_ERROR)
         # What could not be written would be tried again, and complained about, on the way out.
-        sys.stdout = None  # type: ignore[assignment]
+        sys.stdout = None
         sys.exit(ERROR)
 
 
-def _print_warning(message: Warning | str, *_: Any) -> None:
+def _print_warning(message: Warning | str, *_: Any, **__: Any) -> None:
     print(f"mixprec: warning: {message}", file=sys.stderr)
 
 

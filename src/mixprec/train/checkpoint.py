@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -140,7 +141,7 @@ def _write(folder: Path, tree: Mapping[str, Any]) -> None:
         tensors: dict[str, Tensor] = {}
         nodes[section] = _pack(value, section, tensors, names)
         if tensors:
-            save_file(tensors, folder / f"{section}.safetensors")
+            _write_tensors(folder / f"{section}.safetensors", tensors)
     (folder / "tree.json").write_text(json.dumps(nodes))
     files = {file.name: _fingerprint(file) for file in sorted(folder.iterdir())}
     manifest = {"format": _FORMAT, "files": files}
@@ -148,6 +149,14 @@ def _write(folder: Path, tree: Mapping[str, Any]) -> None:
     for file in folder.iterdir():
         _sync(file)
     _sync(folder)
+
+
+def _write_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
+    try:
+        save_file(tensors, file)
+    except SafetensorError as error:
+        # It is the system's fault, a full disk for one, as it is of the files beside it.
+        raise OSError(f"{file}: cannot be written: {error}") from error
 
 
 def _pack(
