@@ -94,6 +94,8 @@ def test_values_wider_than_float32_decode_in_float64() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != "fp32"])
 def test_compiled_codes_of_a_tensor_made_in_the_graph(name: str, dtype: torch.dtype) -> None:
@@ -110,3 +112,15 @@ def test_compiled_codes_of_a_tensor_made_in_the_graph(name: str, dtype: torch.dt
     torch._dynamo.reset()
     x = torch.randn(64, 96)
     assert torch.equal(torch.compile(codes, fullgraph=True)(x), codes(x))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
+@pytest.mark.parametrize("block", [(1, 16), (16, 16), (4, 1)])
+def test_compiled_codes_under_blocks_that_are_cut_short(block: tuple[int, int]) -> None:
+    spec = QuantSpec(format=FORMATS["e4m3"], block=block)
+    torch._dynamo.reset()
+    x = torch.randn(33, 65)
+    compiled = torch.compile(lambda x: quantize(x, spec).codes, fullgraph=True)
+    assert torch.equal(compiled(x), quantize(x, spec).codes)

@@ -228,9 +228,10 @@ def _source(x: Tensor, spec: QuantSpec) -> Tensor:
     """What is quantised: x, in float32 where it is float64 and gets a scale."""
     x = x.detach()
     if torch.compiler.is_compiling() and x.element_size() == 2:
-        # Inductor carries a 16-bit tensor that the same graph made in FP32, unrounded, but for its
-        # bits it has to round
-        return decode(x.view(torch.int16), SOURCE_FORMATS[x.dtype])
+        # Inductor carries a 16-bit tensor that the same graph made in FP32, unrounded: rounding
+        # again changes nothing but that
+        fmt = SOURCE_FORMATS[x.dtype]
+        return round_float(x.float(), fmt, "nearest_even", None, saturate=False)
     is_wide = x.dtype == torch.float64 and spec.scale_rule != UNSCALED
     return x.float() if is_wide else x
 

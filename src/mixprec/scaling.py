@@ -57,9 +57,11 @@ def block_amax(x: Tensor, block: Block) -> Tensor:
 
 def expand_blocks(per_block: Tensor, block: Block, shape: tuple[int, int]) -> Tensor:
     """One value a block, repeated to broadcast against an operand of ``shape``."""
+    # by index: Inductor of torch 2.13 reads past the end of a repeated block that is cut short
     for axis, (size, length) in enumerate(zip(block, shape, strict=True)):
         if size not in (-1, 1) and per_block.shape[axis] != 1:
-            per_block = per_block.repeat_interleave(size, axis).narrow(axis, 0, length)
+            index = torch.arange(length, device=per_block.device) // size
+            per_block = per_block.index_select(axis, index)
     return per_block
 
 
