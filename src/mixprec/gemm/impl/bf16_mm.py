@@ -37,8 +37,11 @@ def why_not(a: Operand, b: Operand, out_dtype: torch.dtype) -> str | None:
     Returns:
         One line that names the argument and the rule.
     """
+    # asked first and alone: on a CPU it spares every product the rest
+    reason = _why_not_device(native.stored(a))
+    if reason is not None:
+        return reason
     return native.first_reason(
-        _why_not_device(native.stored(a)),
         _why_not_operand("a", a),
         _why_not_operand("b", b),
         native.why_not_out_dtype(out_dtype),
