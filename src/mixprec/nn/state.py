@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,10 @@ from torch.utils.hooks import RemovableHandle
 
 from mixprec.nn.linear import QuantizedLinear
 from mixprec.scaling import discard_pending, join_state, roll_history, split_state
+
+_ATTACHED: WeakKeyDictionary[torch.optim.Optimizer, list[ReferenceType[nn.Module]]] = (
+    WeakKeyDictionary()
+)
 
 
 def converted_layers(model: nn.Module) -> Iterator[tuple[str, QuantizedLinear]]:
@@ -86,7 +91,14 @@ def attach(model: nn.Module, optimizer: torch.optim.Optimizer) -> RemovableHandl
     def roll(*_: object) -> None:
         sync_scales(model)
 
+    _ATTACHED.setdefault(optimizer, []).append(ref(model))
     return optimizer.register_step_post_hook(roll)
+
+
+def attached_models(optimizer: torch.optim.Optimizer) -> list[nn.Module]:
+    """The models that ``attach`` was called for with this optimizer, as far as they still exist."""
+    models = [reference() for reference in _ATTACHED.get(optimizer, [])]
+    return list({id(model): model for model in models if model is not None}.values())
 
 
 def state_dict(model: nn.Module) -> dict[str, Tensor]:
