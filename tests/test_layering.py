@@ -24,6 +24,7 @@ LAYERS = [
     "gemm",
     "recipes",
     "autograd",
+    "contraction",
     "nn",
     "train",
     "pages",

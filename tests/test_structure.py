@@ -36,6 +36,7 @@ PUBLIC = {
     "convert",
     "decode",
     "doctor",
+    "einsum",
     "encode",
     "finfo",
     "linear",

@@ -2,6 +2,7 @@
 
 from mixprec.autograd import linear
 from mixprec.codes import decode, encode
+from mixprec.contraction import einsum
 from mixprec.formats import FORMATS, FloatFormat, finfo
 from mixprec.gemm import GemmSpec, quantized_matmul
 from mixprec.nn import (
@@ -37,6 +38,7 @@ __all__ = [
     "convert",
     "decode",
     "doctor",
+    "einsum",
     "encode",
     "finfo",
     "linear",
