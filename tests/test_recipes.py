@@ -105,7 +105,7 @@ def test_custom_format_round_trips_by_its_fields(fmt: FloatFormat) -> None:
 
 def test_base_is_changed_only_where_told() -> None:
     data = table("""
-        base = "fp8_tensorwise"
+        variant_of = "fp8_tensorwise"
         output.a.format = {exponent = 4, mantissa = 2}
         grad_weight.b = "none"
         grad_input.a = {format = "e4m3", block = [1, -1], scale_rule = "pow2"}
@@ -121,7 +121,7 @@ def test_base_is_changed_only_where_told() -> None:
 
 
 def test_operand_fields_change_one_at_a_time() -> None:
-    data = table('base = "fp8_rowwise"\noutput.a.rounding = "stochastic"\nname = "noisy"')
+    data = table('variant_of = "fp8_rowwise"\noutput.a.rounding = "stochastic"\nname = "noisy"')
     recipe = Recipe.from_dict(data)
     assert recipe.output.a == replace(ROW, rounding="stochastic")
     assert recipe.output.b == ROW
@@ -129,12 +129,12 @@ def test_operand_fields_change_one_at_a_time() -> None:
 
 
 def test_base_alone_is_the_base_and_nothing_is_high_precision() -> None:
-    assert Recipe.from_dict({"base": "rowwise"}) is RECIPES["fp8_rowwise"]
+    assert Recipe.from_dict({"variant_of": "rowwise"}) is RECIPES["fp8_rowwise"]
     assert Recipe.from_dict({}).is_high_precision
 
 
 def test_quantising_a_high_precision_operand_needs_a_format() -> None:
-    data = table('base = "fp8_rowwise_hp_grad_weight"\ngrad_weight.a.format = "e5m2"')
+    data = table('variant_of = "fp8_rowwise_hp_grad_weight"\ngrad_weight.a.format = "e5m2"')
     assert Recipe.from_dict(data).grad_weight.a == GRADIENT
     with pytest.raises(ValueError, match=r"grad_weight\.a: got no format; an operand that is"):
         Recipe.from_dict({"grad_weight": {"a": {"block": [1, -1]}}})
@@ -180,7 +180,7 @@ def test_unknown_name_is_answered_with_near_ones(name: str, near: str) -> None:
         get_recipe(name)
 
 
-@pytest.mark.parametrize("value", [None, 3, {"base": "fp32"}])
+@pytest.mark.parametrize("value", [None, 3, {"variant_of": "fp32"}])
 def test_neither_name_nor_recipe(value: object) -> None:
     with pytest.raises(TypeError, match=r"recipe: got .*; must be a name or a Recipe"):
         get_recipe(value)  # type: ignore[arg-type]
@@ -219,7 +219,7 @@ def test_neither_name_nor_recipe(value: object) -> None:
             {"output": {"a": {"format": "e4m3", "amax_history_len": "long"}}},
             r"output\.a\.amax_history_len: got 'long'",
         ),
-        ({"base": "fp9"}, r"recipe: got 'fp9'; unknown"),
+        ({"variant_of": "fp9"}, r"recipe: got 'fp9'; unknown"),
     ],
 )
 def test_unknown_keys_and_values_are_named_with_their_place(
@@ -231,9 +231,9 @@ def test_unknown_keys_and_values_are_named_with_their_place(
 
 def test_settings_of_another_kind_of_recipe_are_refused() -> None:
     with pytest.raises(ValueError, match=r"output\.a\.amax_history_len: got 16 with block"):
-        Recipe.from_dict({"base": "rowwise", "output": {"a": {"amax_history_len": 16}}})
+        Recipe.from_dict({"variant_of": "rowwise", "output": {"a": {"amax_history_len": 16}}})
     with pytest.raises(ValueError, match=r"output\.a\.scale_rule: got 'none' with block"):
-        Recipe.from_dict({"base": "rowwise", "output": {"a": {"scale_rule": "none"}}})
+        Recipe.from_dict({"variant_of": "rowwise", "output": {"a": {"scale_rule": "none"}}})
 
 
 def test_recipes_are_values() -> None:

@@ -21,12 +21,13 @@ from mixprec.gemm.api import Operand, check_impl, multiply, prepare
 from mixprec.gemm.native import is_autocast_on
 from mixprec.noise import Noise
 from mixprec.quantization import QuantizedTensor, QuantSpec, quantize, requantize
-from mixprec.recipes import Recipe, get_recipe
+from mixprec.recipes import PRODUCTS, Recipe, get_recipe
 from mixprec.rounding import check_floating
 from mixprec.scaling import DelayedState, record_amax
 
 # position of each operand in Recipe.specs, and the offset of its noise stream
 X_OUTPUT, W_OUTPUT, G_GRAD_INPUT, W_GRAD_INPUT, G_GRAD_WEIGHT, X_GRAD_WEIGHT = range(6)
+OUTPUT, GRAD_INPUT, GRAD_WEIGHT = range(3)
 _FIRST_USE = {W_GRAD_INPUT: W_OUTPUT, G_GRAD_WEIGHT: G_GRAD_INPUT, X_GRAD_WEIGHT: X_OUTPUT}
 
 
@@ -91,6 +92,7 @@ class _Plan:
     """Everything about a call that is no tensor to save."""
 
     specs: tuple[QuantSpec | None, ...]
+    outs: tuple[QuantSpec | None, ...]
     shared: frozenset[int]
     impl: str
     noise: Noise | None
@@ -126,8 +128,11 @@ class _Plan:
             return requantize(w_NK, scale, amax, encode, spec).t()
         return self.quantize(w_NK.t(), W_GRAD_INPUT, records)
 
-    def multiply(self, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        return multiply(a, b, bias=bias, out_dtype=dtype, impl=self.impl)
+    def multiply(
+        self, product: int, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        """One of the three products, its result rounded as the recipe says."""
+        return multiply(a, b, bias=bias, out_dtype=dtype, impl=self.impl, out=self.outs[product])
 
 
 def _kept(operand: Operand) -> tuple[Tensor | None, ...]:
@@ -164,7 +169,7 @@ class _Linear(torch.autograd.Function):
         ctx.weight_dtype = w_NK.dtype
         ctx.bias_dtype = bias_N.dtype if bias_N is not None else None
         ctx.sizes = x_MK.shape
-        return plan.multiply(x, w, bias_N, plan.dtype)
+        return plan.multiply(OUTPUT, x, w, bias_N, plan.dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -181,11 +186,11 @@ class _Linear(torch.autograd.Function):
             w = plan.weight_again(saved[3:], records)
             if needs_w and G_GRAD_WEIGHT in plan.shared:
                 g = prepare(g, w, plan.dtype, plan.impl)
-            grad_x = plan.multiply(g, w, None, plan.dtype)
+            grad_x = plan.multiply(GRAD_INPUT, g, w, None, plan.dtype)
         if needs_w:
             x = _operand(saved[:3], plan.specs[X_GRAD_WEIGHT], (inner, rows))
             g_T = plan.transposed(g_MN, g, G_GRAD_WEIGHT, records)
-            grad_w = plan.multiply(g_T, x, None, ctx.weight_dtype)
+            grad_w = plan.multiply(GRAD_WEIGHT, g_T, x, None, ctx.weight_dtype)
         if needs_bias:
             grad_bias = g_MN.sum(0, dtype=_sum_dtype(g_MN)).to(ctx.bias_dtype)
         if records and plan.noise is not None and isinstance(plan.noise.step, Tensor):
@@ -277,6 +282,7 @@ def linear(
         x = x.to(torch.get_autocast_dtype(x.device.type))
     plan = _Plan(
         specs=recipe.specs,
+        outs=tuple(getattr(recipe, product).out for product in PRODUCTS),
         shared=shared_positions(recipe),
         impl=check_impl(impl),
         noise=noise,

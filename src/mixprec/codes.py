@@ -20,6 +20,7 @@ from mixprec.rounding import (
     SOURCE_FORMATS,
     Rounding,
     check_source,
+    half_dtype,
     holds,
     round_float,
     same_exponent_range,
@@ -147,6 +148,9 @@ def decode(
         )
     if packed:
         codes = unpack_nibbles(codes, fmt)
+    half = half_dtype(fmt)
+    if half is not None and not torch.compiler.is_compiling():
+        return codes.view(half).to(dtype)
     is_normal = fmt.min_exponent >= SOURCE_FORMATS[torch.float32].min_exponent
     working = torch.float32 if is_normal and dtype != torch.float64 else torch.float64
     return _values_of(codes, fmt, working).to(dtype)

@@ -29,6 +29,8 @@ class QuantSpec:
         amax_history_len: 0 for a scale from the data at hand; above 0 for delayed scaling, a scale
             from the last so many amaxes.
         amax_compute_algo: ``max`` of the history, or its ``most_recent`` entry.
+        saturate: Finite values beyond the range become the largest finite value; with False, for
+            values without a scale in a format with infinities, they become infinite.
 
     Raises:
         ValueError: A value out of range, or fields that do not go together.
@@ -41,6 +43,7 @@ class QuantSpec:
     min_amax: float = 0.0
     amax_history_len: int = 0
     amax_compute_algo: AmaxComputeAlgo = "max"
+    saturate: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.format, FloatFormat) or not self.format.signed:
@@ -96,6 +99,12 @@ class QuantSpec:
             raise ValueError(
                 f"scale_rule: got 'none' with block {self.block} and min_amax {self.min_amax}; "
                 "without a scale neither has a meaning; leave both at their defaults"
+            )
+        if not self.saturate and (is_scaled or not self.format.has_inf or self.is_stochastic):
+            raise ValueError(
+                f"saturate: got False with format {self.format}, scale_rule {self.scale_rule!r} "
+                f"and rounding {self.rounding!r}; only unscaled values in a format with "
+                "infinities overflow to them, and stochastic rounding saturates; use saturate=True"
             )
 
     @property

@@ -13,7 +13,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mixprec.codes import codes_of, decode, float8_dtype, pack_nibbles, unpack_nibbles
+from mixprec.codes import (
+    code_dtype,
+    codes_of,
+    decode,
+    float8_dtype,
+    pack_nibbles,
+    unpack_nibbles,
+)
 from mixprec.formats import FloatFormat, get_format
 from mixprec.noise import Noise
 from mixprec.quant_spec import UNSCALED, QuantSpec, as_spec
@@ -21,6 +28,7 @@ from mixprec.rounding import (
     SOURCE_FORMATS,
     can_look_at,
     check_floating,
+    half_dtype,
     holds,
     round_float,
 )
@@ -262,17 +270,29 @@ def _saturate(scaled: Tensor, x: Tensor, amax: Tensor, encode: Tensor, fmt: Floa
 
 
 def _codes(scaled: Tensor, spec: QuantSpec, noise: Noise | None) -> Tensor:
-    """Codes of values that lie in range or are not finite.
+    """Codes of values: in range or not finite where there is a scale.
 
-    torch's cast is right there in every version, and the fastest; compiled code uses our own
+    torch's casts are right there in every version, and the fastest; compiled code uses our own
     arithmetic, since Inductor on some CPUs casts through float16 and rounds twice.
     """
     fmt = spec.format
-    native = float8_dtype(fmt)
-    in_range = native is not None and spec.scale_rule != UNSCALED
-    if in_range and spec.rounding == "nearest_even" and not torch.compiler.is_compiling():
-        return scaled.to(native).view(torch.uint8)
-    return codes_of(round_float(scaled, fmt, spec.rounding, noise), fmt)
+    native = _cast_dtype(spec) if scaled.dtype != torch.float64 else None
+    if native is not None and not torch.compiler.is_compiling():
+        return scaled.to(native).view(code_dtype(fmt))
+    return codes_of(round_float(scaled, fmt, spec.rounding, noise, spec.saturate), fmt)
+
+
+def _cast_dtype(spec: QuantSpec) -> torch.dtype | None:
+    """torch's type whose cast from float32 is what the spec says, or None.
+
+    Casts to 16 bits overflow to infinity; those to 8 bits differ between versions beyond the range,
+    which a scale keeps away.
+    """
+    if spec.rounding != "nearest_even":
+        return None
+    if spec.scale_rule != UNSCALED:
+        return float8_dtype(spec.format)
+    return None if spec.saturate else half_dtype(spec.format)
 
 
 def _stored(codes: Tensor, fmt: FloatFormat) -> Tensor:

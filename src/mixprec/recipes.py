@@ -4,37 +4,54 @@
     grad_input  = gemm(g[M, N],   w.T[K, N])   contraction N
     grad_weight = gemm(g.T[N, M], x.T[K, M])   contraction M
 
+and what the rest of a training step does: the type of all other operations, of the parameters and
+of the losses' scale.
+
 Sources: OCP OFP8 v1.0 (which format serves which tensor); torchao (tensorwise, rowwise and
-rowwise_with_gw_hp by their rules); NVIDIA Transformer Engine (delayed scaling).
+rowwise_with_gw_hp by their rules); NVIDIA Transformer Engine (delayed scaling); torch.amp and
+NVIDIA apex (16-bit mixed precision, loss scaling, masters, optimisation levels).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal, get_args
 
-from mixprec.formats import FORMATS, FloatFormat, get_format, lookup
+from mixprec.formats import FORMATS, lookup
 from mixprec.gemm.api import GemmSpec
-from mixprec.quant_spec import UNSCALED, QuantSpec, as_spec
+from mixprec.quant_spec import UNSCALED, QuantSpec
+from mixprec.serialization import check_keys, gemm_from, to_plain
 
 PRODUCTS = ("output", "grad_input", "grad_weight")
 OPERANDS = tuple(f"{product}.{side}" for product in PRODUCTS for side in ("a", "b"))
 """Paths of the six operands in a recipe; an operand's place here is its position."""
 _HIGH_PRECISION = GemmSpec()
+Base = Literal["fp64", "fp32", "bf16", "fp16"]
+Update = Literal["plain", "masters", "stochastic", "compensated"]
+NARROW = ("bf16", "fp16")
+"""The bases of 16 bits, in which the policy of operations is at work."""
+DYNAMIC: Literal["dynamic"] = "dynamic"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What the products of a layer do; six operands, None being high precision.
+    """What the products of a layer do, and what a training step does around them.
 
     Args:
-        output: x and w, for y = x w^T.
+        output: x and w, for y = x w^T; None for an operand is high precision.
         grad_input: g and w, for the gradient of x.
         grad_weight: g and x, for the gradient of w.
+        base: Type in which everything outside converted layers runs: of bf16 and fp16 the policy
+            of operations decides (numerics.md, section 6).
+        parameters: Type in which the parameters are held.
+        keep_batchnorm_fp32: Batch normalisations keep float32 parameters.
+        update: How parameters of 16 bits are updated: from float32 ``masters``, rounded
+            ``stochastic``ally, ``compensated`` (what rounding drops is kept), or ``plain``.
+        loss_scale: ``dynamic``, a constant, or None for none.
         name: The name in ``RECIPES``; empty for a custom recipe.
         description: One line for tables.
     """
@@ -42,6 +59,11 @@ class Recipe:
     output: GemmSpec = _HIGH_PRECISION
     grad_input: GemmSpec = _HIGH_PRECISION
     grad_weight: GemmSpec = _HIGH_PRECISION
+    base: Base = "fp32"
+    parameters: Base = "fp32"
+    keep_batchnorm_fp32: bool = False
+    update: Update = "plain"
+    loss_scale: Literal["dynamic"] | float | None = None
     name: str = ""
     description: str = ""
 
@@ -53,9 +75,30 @@ class Recipe:
                     f"{product}: got {type(gemm).__name__}; must be a GemmSpec; pass "
                     "GemmSpec(a=..., b=...)"
                 )
+        for name, known in (
+            ("base", get_args(Base)),
+            ("parameters", get_args(Base)),
+            ("update", get_args(Update)),
+        ):
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"{name}: got {getattr(self, name)!r}; must be one of {', '.join(known)}"
+                )
+        if self.update != "plain" and self.parameters not in NARROW:
+            raise ValueError(
+                f"update: got {self.update!r} with parameters {self.parameters}; only parameters "
+                "of 16 bits need it; use parameters='bf16' or update='plain'"
+            )
+        if not _is_loss_scale(self.loss_scale):
+            raise ValueError(
+                f"loss_scale: got {self.loss_scale!r}; must be 'dynamic', a finite number above 0 "
+                "or None; use 'dynamic' for fp16"
+            )
 
     def __str__(self) -> str:
-        return self.name or "custom"
+        name = self.name or "custom"
+        default = _NAMED[name].base if name in _NAMED else "fp32"
+        return name if self.base == default else f"{name} on {self.base}"
 
     @property
     def specs(self) -> tuple[QuantSpec | None, ...]:
@@ -70,15 +113,16 @@ class Recipe:
 
     def to_dict(self) -> dict[str, Any]:
         """The recipe as plain values, for TOML and JSON; formats of the table by name."""
-        return _plain(self)
+        return to_plain(self)
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Recipe:
-        """A recipe from plain values; ``base`` names the recipe that they change.
+        """A recipe from plain values; ``variant_of`` names the recipe that they change.
 
         Args:
-            data: ``to_dict``'s form, or part of it: {"base": "fp8_tensorwise", "output": {"a":
-                {"format": {"exponent": 4, "mantissa": 2}}}}. An operand "none" is high precision.
+            data: ``to_dict``'s form, or part of it: {"variant_of": "fp8_tensorwise", "output":
+                {"a": {"format": {"exponent": 4, "mantissa": 2}}}}. An operand "none" is high
+                precision. A variant in base and loss scale alone keeps the name.
 
         Raises:
             ValueError: An unknown key (the nearest is named) or a value that a field refuses.
@@ -89,21 +133,36 @@ class Recipe:
                 "get_recipe"
             )
         values = dict(data)
-        base = get_recipe(values.pop("base")) if "base" in values else Recipe()
+        start = get_recipe(values.pop("variant_of")) if "variant_of" in values else Recipe()
         if not values:
-            return base
-        _check_keys("recipe", values, [field.name for field in dataclasses.fields(Recipe)])
-        changes: dict[str, Any] = {"name": "", "description": ""}
+            return start
+        known = [field.name for field in dataclasses.fields(Recipe)]
+        check_keys("recipe", values, ["variant_of", *known])
+        changes: dict[str, Any] = {}
+        if not values.keys() <= _AROUND:
+            changes = {"name": "", "description": ""}
         for key, value in values.items():
-            changes[key] = (
-                _gemm_from(key, value, getattr(base, key)) if key in PRODUCTS else str(value)
-            )
-        recipe = replace(base, **changes)
-        if RECIPES.get(recipe.name, recipe).specs != recipe.specs:
+            given = None if value == "none" else value
+            changes[key] = gemm_from(key, value, getattr(start, key)) if key in PRODUCTS else given
+        recipe = replace(start, **changes)
+        own = _NAMED.get(recipe.name, recipe)
+        if replace(own, **{key: getattr(recipe, key) for key in _AROUND}) != recipe:
             raise ValueError(
                 f"name: got {recipe.name!r}; that name has another definition; choose another"
             )
         return recipe
+
+
+_AROUND = {"base", "loss_scale", "description"}
+"""Fields that a recipe may change and keep its name."""
+
+
+def _is_loss_scale(value: object) -> bool:
+    if value is None or value == DYNAMIC:
+        return True
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return 0 < value < math.inf
 
 
 def operands(recipe: Recipe) -> dict[str, QuantSpec | None]:
@@ -111,89 +170,45 @@ def operands(recipe: Recipe) -> dict[str, QuantSpec | None]:
     return dict(zip(OPERANDS, recipe.specs, strict=True))
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, FloatFormat) and FORMATS.get(value.name) == value:
-        return value.name
-    if dataclasses.is_dataclass(value):
-        fields = {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-        return {name: "none" if entry is None else entry for name, entry in fields.items()}
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _check_keys(where: str, values: Mapping[str, Any], known: list[str]) -> None:
-    for key in values:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(known)}"
-            raise ValueError(f"{where}: got unknown key {key!r}; {hint}")
-
-
-def _gemm_from(where: str, value: Any, base: GemmSpec) -> GemmSpec:
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{where}: got {value!r}; must be a table with a and b; write {where}.a")
-    _check_keys(where, value, ["a", "b"])
-    changes = {
-        side: _spec_from(f"{where}.{side}", entry, getattr(base, side))
-        for side, entry in value.items()
-    }
-    return replace(base, **changes)
-
-
-def _spec_from(where: str, value: Any, base: QuantSpec | None) -> QuantSpec | None:
-    if value is None or value == "none":
-        return None
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{where}: got {value!r}; must be a table or 'none'; write {where}.format")
-    _check_keys(where, value, [field.name for field in dataclasses.fields(QuantSpec)])
-    changes = dict(value)
-    if "format" in changes:
-        changes["format"] = _format_from(f"{where}.format", changes["format"])
-    elif base is None:
-        raise ValueError(f"{where}: got no format; an operand that is quantised needs one; add it")
-    if base is None:
-        changes.setdefault("scale_rule", as_spec(changes["format"]).scale_rule)
-    try:
-        if isinstance(changes.get("block"), list):
-            changes["block"] = tuple(changes["block"])
-        return replace(base, **changes) if base is not None else QuantSpec(**changes)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{where}.{error}") from error
-
-
-def _format_from(where: str, value: Any) -> FloatFormat:
-    if not isinstance(value, Mapping):
-        try:
-            return get_format(value)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{where}: {error}") from error
-    _check_keys(where, value, [field.name for field in dataclasses.fields(FloatFormat)])
-    for width in ("exponent", "mantissa"):
-        if width not in value:
-            raise ValueError(
-                f"{where}: got no {width}; a format has both widths; add {width} = ..."
-            )
-    try:
-        fmt = FloatFormat(**value)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{where}.{error}") from error
-    if FORMATS.get(fmt.name, fmt) != fmt:
-        raise ValueError(
-            f"{where}.name: got {fmt.name!r}; that name has another definition; choose another"
-        )
-    return fmt
-
-
 def _products(
-    name: str, description: str, forward: QuantSpec, gradient: QuantSpec | None = None
+    name: str,
+    description: str,
+    forward: QuantSpec,
+    gradient: QuantSpec | None = None,
+    out: QuantSpec | None = None,
 ) -> Recipe:
     """x and w quantised by one spec, g by the other, in all three products."""
     gradient = gradient or forward
     return Recipe(
         name=name,
         description=description,
-        output=GemmSpec(a=forward, b=forward),
-        grad_input=GemmSpec(a=gradient, b=forward),
-        grad_weight=GemmSpec(a=gradient, b=forward),
+        output=GemmSpec(a=forward, b=forward, out=out),
+        grad_input=GemmSpec(a=gradient, b=forward, out=out),
+        grad_weight=GemmSpec(a=gradient, b=forward, out=out),
+    )
+
+
+def _mixed(base: Literal["bf16", "fp16"], loss_scale: Literal["dynamic"] | None) -> Recipe:
+    """Products of 16 bits in a base of the same type, parameters in FP32."""
+    # overflow has to reach infinity, where a loss scaler sees it
+    spec = QuantSpec(format=FORMATS[base], scale_rule=UNSCALED, saturate=False)
+    scaled = ", dynamic loss scale" if loss_scale else ""
+    return replace(
+        _products(base, f"16-bit products, FP32 masters{scaled}", spec, out=spec),
+        base=base,
+        loss_scale=loss_scale,
+    )
+
+
+def _pure(mixed: Recipe) -> Recipe:
+    """Parameters of 16 bits too."""
+    scaled = ", dynamic loss scale" if mixed.loss_scale else ""
+    return replace(
+        mixed,
+        name=f"{mixed.name}_pure",
+        description=f"16-bit parameters, stochastically rounded updates{scaled}",
+        parameters=mixed.base,
+        update="stochastic",
     )
 
 
@@ -201,17 +216,28 @@ _E4M3, _E5M2 = FORMATS["e4m3"], FORMATS["e5m2"]
 _HISTORY = 16
 _ROW = QuantSpec(format=_E4M3, block=(1, -1), scale_rule="pow2")
 _ROWWISE = _products("fp8_rowwise", "e4m3 everywhere, power-of-two scale a row", _ROW)
+_BF16, _FP16 = _mixed("bf16", None), _mixed("fp16", DYNAMIC)
 
 RECIPES: Mapping[str, Recipe] = MappingProxyType(
     {
         recipe.name: recipe
         for recipe in (
+            Recipe(
+                name="fp64",
+                description="native double precision, nothing quantised",
+                base="fp64",
+                parameters="fp64",
+            ),
             Recipe(name="fp32", description="native single precision, nothing quantised"),
             _products(
                 "tf32",
                 "operands rounded to a 10-bit mantissa, FP32 accumulation",
                 QuantSpec(format=FORMATS["tf32"], scale_rule=UNSCALED),
             ),
+            _BF16,
+            _FP16,
+            _pure(_BF16),
+            _pure(_FP16),
             _products(
                 "fp8_tensorwise",
                 "e4m3 forward, e5m2 gradients, one dynamic scale a tensor",
@@ -238,8 +264,16 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
 
 RECIPE_ALIASES: Mapping[str, str] = MappingProxyType(
     {
+        "float64": "fp64",
+        "64-true": "fp64",
         "float32": "fp32",
+        "32-true": "fp32",
+        "no": "fp32",
         "tfloat32": "tf32",
+        "bfloat16": "bf16",
+        "bf16-mixed": "bf16",
+        "float16": "fp16",
+        "16-mixed": "fp16",
         "tensorwise": "fp8_tensorwise",
         "delayed": "fp8_delayed",
         "rowwise": "fp8_rowwise",
@@ -249,8 +283,60 @@ RECIPE_ALIASES: Mapping[str, str] = MappingProxyType(
 )
 
 
+OPT_LEVELS: Mapping[str, Recipe] = MappingProxyType(
+    {
+        "O0": RECIPES["fp32"],
+        "O1": _FP16,
+        "O2": replace(
+            _FP16,
+            name="O2",
+            description="fp16 parameters but batch norms, FP32 masters, dynamic loss scale",
+            parameters="fp16",
+            keep_batchnorm_fp32=True,
+            update="masters",
+        ),
+        "O3": replace(
+            _FP16,
+            name="O3",
+            description="fp16 parameters, plain updates",
+            parameters="fp16",
+            loss_scale=1.0,
+        ),
+    }
+)
+"""The optimisation levels that apex defined, as recipes."""
+
+_VARIANTS: Mapping[str, Recipe] = MappingProxyType(
+    {
+        "fp8": replace(RECIPES["fp8_tensorwise"], base="bf16"),
+        "bf16-true": replace(
+            RECIPES["bf16_pure"],
+            name="bf16-true",
+            description="16-bit parameters, updates rounded to nearest",
+            update="plain",
+        ),
+        "16-true": replace(
+            RECIPES["fp16_pure"],
+            name="16-true",
+            description="16-bit parameters, updates rounded to nearest, no loss scale",
+            update="plain",
+            loss_scale=None,
+        ),
+        **{name.lower(): recipe for name, recipe in OPT_LEVELS.items()},
+    }
+)
+"""Names of other tools that no entry of ``RECIPES`` is the same as."""
+
+_NAMED = {recipe.name: recipe for recipe in (*_VARIANTS.values(), *RECIPES.values())}
+
+
 def get_recipe(recipe: str | Recipe) -> Recipe:
-    """A recipe by name, alias or value.
+    """A recipe by name, alias or value; also public as ``mixprec.resolve``.
+
+    Args:
+        recipe: A name in ``RECIPES``, one that another tool gives the same (Lightning's
+            ``bf16-mixed``, Accelerate's ``fp8``: fp8_tensorwise on bf16, apex's ``O1``), or a
+            Recipe, which is returned as it is.
 
     Raises:
         ValueError: An unknown name; the message lists near ones.
@@ -263,4 +349,6 @@ def get_recipe(recipe: str | Recipe) -> Recipe:
             f"recipe: got {type(recipe).__name__}; must be a name or a Recipe; pass for example "
             "'fp8_tensorwise'"
         )
+    if recipe.lower() in _VARIANTS:
+        return _VARIANTS[recipe.lower()]
     return lookup("recipe", recipe, RECIPES, RECIPE_ALIASES)

@@ -45,12 +45,21 @@ LAYOUTS = {
     torch.float32: Layout(torch.int32, 23, 127),
     torch.float64: Layout(torch.int64, 52, 1023),
 }
+_HALF_DTYPES = {
+    (5, 10, "ieee"): torch.float16,
+    (8, 7, "ieee"): torch.bfloat16,
+}
 SOURCE_FORMATS = {
     torch.float16: get_format("fp16"),
     torch.bfloat16: get_format("bf16"),
     torch.float32: get_format("fp32"),
     torch.float64: get_format("fp64"),
 }
+
+
+def half_dtype(fmt: FloatFormat) -> torch.dtype | None:
+    """torch's 16-bit type of the same values, whatever the format is called; None without one."""
+    return _HALF_DTYPES.get((fmt.exponent, fmt.mantissa, fmt.specials))
 
 
 def holds(container: FloatFormat, fmt: FloatFormat) -> bool:
@@ -173,6 +182,11 @@ def round_float(
     saturate: bool = True,
 ) -> Tensor:
     """``round_to_format`` without checks; values in float32 or float64, as exactness asks."""
+    half = half_dtype(fmt)
+    is_cast = half is not None and rounding == "nearest_even" and not saturate
+    if is_cast and x.dtype != torch.float64 and not torch.compiler.is_compiling():
+        # torch's cast is this rounding, from float32 on; float64 it would round twice
+        return x.to(half).to(torch.float32)
     x = x.to(_working_dtype(x, fmt))
     if holds(fmt, SOURCE_FORMATS[x.dtype]):
         return x

@@ -19,13 +19,13 @@ from mixprec.recipes import RECIPES
 QUANTISING = [name for name, recipe in RECIPES.items() if not recipe.is_high_precision]
 STOCHASTIC = mixprec.Recipe.from_dict(
     {
-        "base": "fp8_tensorwise",
+        "variant_of": "fp8_tensorwise",
         "grad_input": {"a": {"rounding": "stochastic"}},
         "grad_weight": {"a": {"rounding": "stochastic"}},
     }
 )
 STOCHASTIC_DELAYED = mixprec.Recipe.from_dict(
-    {"base": "fp8_delayed", "grad_input": {"a": {"rounding": "stochastic"}}}
+    {"variant_of": "fp8_delayed", "grad_input": {"a": {"rounding": "stochastic"}}}
 )
 
 

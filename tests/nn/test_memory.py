@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import mixprec
 
 STOCHASTIC_DELAYED = mixprec.Recipe.from_dict(
-    {"base": "fp8_delayed", "grad_input": {"a": {"rounding": "stochastic"}}}
+    {"variant_of": "fp8_delayed", "grad_input": {"a": {"rounding": "stochastic"}}}
 )
 
 

@@ -14,14 +14,14 @@ from mixprec.nn import QuantizedLinear
 
 TENSORWISE = mixprec.Recipe.from_dict(
     {
-        "base": "fp8_tensorwise",
+        "variant_of": "fp8_tensorwise",
         "grad_input": {"a": {"rounding": "stochastic"}},
         "grad_weight": {"a": {"rounding": "stochastic"}},
     }
 )
 EVERYWHERE = mixprec.Recipe.from_dict(
     {
-        "base": "fp8_delayed",
+        "variant_of": "fp8_delayed",
         **{
             product: {side: {"rounding": "stochastic"} for side in "ab"}
             for product in ("output", "grad_input", "grad_weight")

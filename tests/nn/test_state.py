@@ -16,7 +16,7 @@ from mixprec.recipes import RECIPES
 
 QUANTISING = [name for name, recipe in RECIPES.items() if not recipe.is_high_precision]
 STOCHASTIC = mixprec.Recipe.from_dict(
-    {"base": "fp8_delayed", "grad_input": {"a": {"rounding": "stochastic"}}}
+    {"variant_of": "fp8_delayed", "grad_input": {"a": {"rounding": "stochastic"}}}
 )
 
 

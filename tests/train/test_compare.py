@@ -133,7 +133,7 @@ def test_sqnr_is_that_of_the_operands_in_the_layers(small: Small) -> None:
 
 def test_sqnr_follows_the_mantissa(small: Small) -> None:
     changed = {
-        "base": "fp8_rowwise",
+        "variant_of": "fp8_rowwise",
         "name": "e4m2",
         "output": {"a": E4M2, "b": E4M2},
         "grad_input": {"a": E4M2, "b": E4M2},
@@ -283,7 +283,7 @@ def demo() -> list[dict[str, Any]]:
     torch.set_num_threads(1)
     two_bits = {side: {"format": {"exponent": 1, "mantissa": 0}} for side in "ab"}
     products = dict.fromkeys(("output", "grad_input", "grad_weight"), two_bits)
-    failing = {"base": "fp8_tensorwise", "name": "two_bits", **products}
+    failing = {"variant_of": "fp8_tensorwise", "name": "two_bits", **products}
     result = compare.run(recipes=[*compare.DEFAULT_RECIPES, failing], console=quiet())
     return list(result["runs"])
 
@@ -325,7 +325,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_training(
     assert (tmp_path / "file").read_text() == "kept"
 
 
-OWN = 'recipe={name = "mine", base = "fp8_rowwise", output.a.format = "e5m2"}'
+OWN = 'recipe={name = "mine", variant_of = "fp8_rowwise", output.a.format = "e5m2"}'
 
 
 def test_the_configuration_s_own_recipe_is_named_by_its_label(small: Small) -> None:
@@ -338,7 +338,7 @@ def test_the_configuration_s_own_recipe_is_named_by_its_label(small: Small) -> N
 
 
 def test_one_recipe_needs_no_list(small: Small) -> None:
-    for one in ("fp32", RECIPES["fp32"], {"base": "fp32"}):
+    for one in ("fp32", RECIPES["fp32"], {"variant_of": "fp32"}):
         (run,) = compare.run(small(), recipes=one, steps=1, console=quiet())["runs"]
         assert run["recipe"] == "fp32"
 

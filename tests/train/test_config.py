@@ -163,8 +163,8 @@ def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
 
 CONFIGS = [
     {},
-    {"recipe": {"base": "fp8_rowwise", "output": {"a": {"format": E4M2}}}},
-    {"recipe": {"*.head": "fp32", 'a "b" [c]\n': "tf32", "*": {"base": "fp8_delayed"}}},
+    {"recipe": {"variant_of": "fp8_rowwise", "output": {"a": {"format": E4M2}}}},
+    {"recipe": {"*.head": "fp32", 'a "b" [c]\n': "tf32", "*": {"variant_of": "fp8_delayed"}}},
     {"convert": {"skip": ["fc1", "x.*"], "keep_last": 1, "multiple_of": 16}},
     {"optimizer": {"name": "adamw", "lr": 1e-05, "options": {"betas": [0.9, 0.99]}}},
     {"data": {"path": 'C:\\digits "ü"'}, "train": {"steps": 5, "compile": "max-autotune"}},
@@ -187,7 +187,7 @@ def test_a_name_is_a_recipe_of_the_table() -> None:
 
 
 def test_a_table_changes_a_recipe() -> None:
-    table = {"base": "fp8_tensorwise", "name": "mine", "output": {"a": {"format": E4M2}}}
+    table = {"variant_of": "fp8_tensorwise", "name": "mine", "output": {"a": {"format": E4M2}}}
     recipe = resolve_recipe(table)
     assert isinstance(recipe, Recipe)
     base = RECIPES["fp8_tensorwise"]
@@ -200,7 +200,7 @@ def test_a_table_changes_a_recipe() -> None:
 
 
 def test_a_table_of_patterns_is_a_recipe_for_each() -> None:
-    table = {"*.head": "fp32", "*": {"base": "fp8_rowwise"}}
+    table = {"*.head": "fp32", "*": {"variant_of": "fp8_rowwise"}}
     recipes = resolve_recipe(table)
     assert recipes == {"*.head": RECIPES["fp32"], "*": RECIPES["fp8_rowwise"]}
     assert recipe_label(table) == "by layer: fp32, fp8_rowwise"
@@ -213,11 +213,11 @@ def test_a_table_of_patterns_is_a_recipe_for_each() -> None:
         {},
         "",
         ["fp32"],
-        {"base": "fp9"},
-        {"base": "fp8_rowwise", "outptu": {}},
+        {"variant_of": "fp9"},
+        {"variant_of": "fp8_rowwise", "outptu": {}},
         {"*": "fp9"},
         {"*": 3},
-        {"base": "fp8_rowwise", "output": {"a": {"format": {"exponent": 40, "mantissa": 2}}}},
+        {"variant_of": "fp8_rowwise", "output": {"a": {"format": {"exponent": 40, "mantissa": 2}}}},
     ],
     ids=str,
 )

@@ -17,8 +17,9 @@ from mixprec.formats import FloatFormat
 from mixprec.gemm.impl import bf16_mm, emulated, scaled_mm
 from mixprec.gemm.native import first_reason
 from mixprec.noise import Noise
+from mixprec.quant_spec import UNSCALED
 from mixprec.quantization import Operand, QuantizedTensor, QuantSpec, quantize
-from mixprec.rounding import SOURCE_FORMATS, check_floating
+from mixprec.rounding import SOURCE_FORMATS, check_floating, round_float
 from mixprec.scaling import delayed_state
 
 
@@ -50,23 +51,30 @@ IMPLS = tuple(_IMPLS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmSpec:
-    """The two operands of one product; None is high precision.
+    """The two operands of one product, and its result; None is high precision.
 
     Args:
         a: How a[M, K] is quantised.
         b: How b[N, K] is quantised.
+        out: How the result is rounded before it is held in its type; without a scale.
     """
 
     a: QuantSpec | None = None
     b: QuantSpec | None = None
+    out: QuantSpec | None = None
 
     def __post_init__(self) -> None:
-        for name, spec in (("a", self.a), ("b", self.b)):
+        for name, spec in (("a", self.a), ("b", self.b), ("out", self.out)):
             if spec is not None and not isinstance(spec, QuantSpec):
                 raise TypeError(
                     f"{name}: got {type(spec).__name__}; must be a QuantSpec or None; pass "
                     "QuantSpec(format=...)"
                 )
+        if self.out is not None and (self.out.scale_rule != UNSCALED or self.out.is_stochastic):
+            raise ValueError(
+                f"out: got {self.out}; a result is rounded to nearest without a scale; use "
+                "QuantSpec(format=..., scale_rule='none')"
+            )
 
 
 def check_impl(impl: str) -> str:
@@ -148,11 +156,22 @@ def prepare(a: Operand, b: Operand, out_dtype: torch.dtype, impl: str) -> Operan
 
 
 def multiply(
-    a: Operand, b: Operand, *, bias: Tensor | None, out_dtype: torch.dtype, impl: str
+    a: Operand,
+    b: Operand,
+    *,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    impl: str,
+    out: QuantSpec | None = None,
 ) -> Tensor:
-    """The product of 2-D operands that are quantised already."""
-    name, _ = _choose(a, b, out_dtype, impl)
-    return _IMPLS[name].matmul(a, b, bias=bias, out_dtype=out_dtype)
+    """The product of 2-D operands that are quantised already, rounded by ``out`` if given."""
+    rounds = out is not None and SOURCE_FORMATS[out_dtype] != out.format
+    sum_dtype = torch.float32 if rounds else out_dtype
+    name, _ = _choose(a, b, sum_dtype, impl)
+    result = _IMPLS[name].matmul(a, b, bias=bias, out_dtype=sum_dtype)
+    if out is not None and rounds:
+        result = round_float(result, out.format, out.rounding, None, out.saturate).to(out_dtype)
+    return result
 
 
 def _as_operand(
@@ -267,7 +286,12 @@ def quantized_matmul(
     if (out_spec is not None or return_amax) and out_dtype != torch.float64:
         result_dtype = torch.float32
     matrix = multiply(
-        _flatten(a), _flatten(b), bias=bias, out_dtype=result_dtype, impl=check_impl(impl)
+        _flatten(a),
+        _flatten(b),
+        bias=bias,
+        out_dtype=result_dtype,
+        impl=check_impl(impl),
+        out=gemm_spec.out,
     )
     out = matrix.reshape(*a.shape[:-1], b.shape[0])
     amax = out.abs().amax() if return_amax and out.numel() else out.new_zeros(())

@@ -35,7 +35,7 @@ OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = MappingProxyType(
     }
 )
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-_RECIPE_FIELDS = {"base", *(entry.name for entry in dataclasses.fields(Recipe))}
+_RECIPE_FIELDS = {"variant_of", *(entry.name for entry in dataclasses.fields(Recipe))}
 _DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
 
 RecipeTable = str | dict[str, Any]
