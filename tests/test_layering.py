@@ -28,6 +28,7 @@ LAYERS = [
     "autograd",
     "contraction",
     "nn",
+    "amp",
     "train",
     "pages",
     "survey",
