@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from mixprec.gemm.api import Operand, check_impl, multiply, prepare
-from mixprec.gemm.native import is_autocast_on
+from mixprec.gemm.native import without_modes
 from mixprec.noise import Noise
+from mixprec.policy import active_dtype
 from mixprec.quantization import QuantizedTensor, QuantSpec, quantize, requantize
 from mixprec.recipes import PRODUCTS, Recipe, get_recipe
 from mixprec.rounding import check_floating
@@ -174,6 +175,11 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, g_MN: Tensor) -> tuple[Tensor | None, ...]:
+        with without_modes():
+            return _Linear._gradients(ctx, g_MN)
+
+    @staticmethod
+    def _gradients(ctx: Any, g_MN: Tensor) -> tuple[Tensor | None, ...]:
         plan: _Plan = ctx.plan
         records = plan.state.records_backward
         needs_x, needs_w, needs_bias, _ = ctx.needs_input_grad
@@ -248,8 +254,8 @@ def linear(
     The three products of the module docstring, each operand quantised by ``recipe.specs``.
 
     Args:
-        x: [..., K], float16, bfloat16, float32 or float64; inside ``torch.autocast`` it is cast to
-            the active type first (float64 is not).
+        x: [..., K], float16, bfloat16, float32 or float64; inside a region of 16
+            bits, ours or ``torch.autocast``, it is cast to its type first (float64 is not).
         weight: [N, K], of any of these types; quantised from its own values.
         bias: [N]; added in FP32 before the output is rounded.
         recipe: Name or value.
@@ -278,8 +284,9 @@ def linear(
     recipe = get_recipe(recipe)
     state = state or LinearState()
     _check(x, weight, bias)
-    if is_autocast_on(x) and x.dtype != torch.float64:
-        x = x.to(torch.get_autocast_dtype(x.device.type))
+    region_dtype = active_dtype(x)
+    if region_dtype is not None and x.dtype != torch.float64:
+        x = x.to(region_dtype)
     plan = _Plan(
         specs=recipe.specs,
         outs=tuple(getattr(recipe, product).out for product in PRODUCTS),
@@ -293,5 +300,6 @@ def linear(
     )
     _check_state(recipe, plan)
     x_MK = x.reshape(x.shape[:-1].numel(), x.shape[-1])
-    out = _Linear.apply(x_MK, weight, bias, plan)
+    with without_modes():
+        out = _Linear.apply(x_MK, weight, bias, plan)
     return out.reshape(*x.shape[:-1], weight.shape[0])

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mixprec.codes import decode_unscaled
-from mixprec.gemm.native import add_bias_and_round, is_autocast_on
+from mixprec.gemm.native import add_bias_and_round, is_autocast_on, without_modes
 from mixprec.quantization import Operand, QuantizedTensor
 from mixprec.rounding import can_look_at
 from mixprec.scaling import SCALE_RULES, expand_blocks
@@ -56,7 +56,7 @@ def matmul(a: Operand, b: Operand, *, bias: Tensor | None, out_dtype: torch.dtyp
     b_values, b_scale = _values_and_scale(b)
     if a_values.dtype != b_values.dtype:
         a_values, b_values = a_values.double(), b_values.double()
-    with _exact_float32(a_values):
+    with _exact_float32(a_values), without_modes():
         if a_values.shape[1] == 0:
             out = a_values.new_zeros(a_values.shape[0], b_values.shape[0])
         elif _num_slabs(a_scale) > 1 or _num_slabs(b_scale) > 1:

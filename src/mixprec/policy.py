@@ -1,0 +1,283 @@
+"""Which operation runs in which type, and the region in which that holds.
+
+    16-bit     inputs rounded to the region's type; the result has it
+    fp32       inputs of 16 bits widened; the result is float32
+    widest     inputs widened to the widest of their types
+    otherwise  an operation follows its inputs
+
+The same tables on every device. Where a device has no fast units of 16 bits, a product of 16-bit
+inputs is computed in FP32 from the rounded inputs and its result rounded once, in forward and
+backward: the same numbers, at the speed of FP32.
+
+Sources: the operations that PyTorch registers for autocast on CUDA and on CPU (torch 2.13).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from types import FunctionType, MappingProxyType
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+from mixprec.gemm.native import is_autocast_on
+from mixprec.gemm.widening import NARROW, has_fast_units, mapped, widened
+
+Rule = Literal["16-bit", "fp32", "fp32 result", "widest", "refused"]
+FOLLOWS = "follows its inputs"
+
+_LOW_EVERYWHERE = """conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d
+    conv_transpose3d convolution _convolution prelu addmm addbmm baddbmm bmm mm matmul linear
+    linalg_vecdot lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
+    scaled_dot_product_attention"""
+_LOSSES = """nll_loss nll_loss2d nll_loss_nd cross_entropy_loss ctc_loss kl_div l1_loss
+    smooth_l1_loss huber_loss mse_loss hinge_embedding_loss margin_ranking_loss multi_margin_loss
+    multilabel_margin_loss soft_margin_loss triplet_margin_loss cosine_embedding_loss
+    poisson_nll_loss binary_cross_entropy_with_logits"""
+# torch has no transforms of 16 bits on a CPU
+_FOURIER = """fft_fft fft_fft2 fft_fftn fft_ifft fft_ifft2 fft_ifftn fft_rfft fft_rfft2 fft_rfftn
+    fft_irfft fft_irfft2 fft_irfftn fft_hfft fft_hfft2 fft_hfftn fft_ihfft fft_ihfft2 fft_ihfftn
+    stft"""
+
+
+def _table(rules: Mapping[Rule, str]) -> Mapping[str, Rule]:
+    return MappingProxyType({name: rule for rule, names in rules.items() for name in names.split()})
+
+
+POLICIES: Mapping[str, Mapping[str, Rule]] = MappingProxyType(
+    {
+        "cuda": _table(
+            {
+                "16-bit": f"""{_LOW_EVERYWHERE} addmv addr einsum mv chain_matmul linalg_multi_dot
+                    linalg_matmul""",
+                "fp32": f"""{_LOSSES} {_FOURIER} acos arccos asin arcsin cosh erfinv exp expm1
+                    log log10 log2 log1p reciprocal rsqrt sinh tan pow softplus __rpow__
+                    __rdiv__ layer_norm native_layer_norm rms_norm group_norm norm
+                    frobenius_norm nuclear_norm cosine_similarity dist pdist cdist renorm
+                    logsumexp special_expm1 special_log1p special_logsumexp special_erfinv
+                    upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d
+                    _upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d
+                    upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa
+                    upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa""",
+                "fp32 result": """prod softmax log_softmax special_softmax special_log_softmax
+                    cumprod cumsum linalg_norm linalg_vector_norm linalg_matrix_norm sum""",
+                "widest": """addcdiv addcmul atan2 arctan2 bilinear cross linalg_cross dot vdot
+                    inner grid_sampler index_put tensordot scatter_add""",
+                "refused": "binary_cross_entropy",
+            }
+        ),
+        "torch_cpu": _table(
+            {
+                "16-bit": f"{_LOW_EVERYWHERE} _addmm_activation",
+                "fp32": f"""{_LOSSES} {_FOURIER} binary_cross_entropy adaptive_avg_pool3d
+                    adaptive_max_pool3d avg_pool3d max_pool3d fractional_max_pool2d
+                    fractional_max_pool3d max_unpool2d max_unpool3d reflection_pad1d
+                    reflection_pad2d replication_pad1d replication_pad2d replication_pad3d cdist
+                    grid_sampler grid_sampler_2d grid_sampler_3d _grid_sampler_2d_cpu_fallback
+                    polar prod quantile nanquantile view_as_complex trace cholesky cholesky_inverse
+                    cholesky_solve inverse pinverse qr svd geqrf orgqr ormqr lu_solve _lu_with_info
+                    triangular_solve linalg_cholesky linalg_cholesky_ex linalg_cond linalg_eig
+                    linalg_eigh linalg_eigvals linalg_eigvalsh linalg_householder_product
+                    linalg_inv linalg_inv_ex linalg_lstsq linalg_matrix_rank linalg_qr linalg_solve
+                    linalg_svd linalg_svdvals linalg_tensorinv linalg_tensorsolve
+                    fake_quantize_per_tensor_affine multilabel_margin_loss_forward""",
+                "widest": "cat concat concatenate stack index_copy",
+            }
+        ),
+    }
+)
+"""Rule by operation, as torch names it, under each policy."""
+_PRODUCTS = frozenset(
+    {name for name, rule in POLICIES["cuda"].items() if rule == "16-bit"}
+    | {"bilinear", "dot", "vdot", "inner", "tensordot", "_addmm_activation"}
+)
+_CHANGEABLE = (torch.float32, *NARROW)
+# torch's recurrent layers refuse an input of another type than their weights' unless they find
+# autocast on, for any device
+_UNUSED_DEVICE = "ipu"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """What one operation did in a region: types of inputs, arithmetic and results, and why."""
+
+    name: str
+    inputs: tuple[torch.dtype, ...]
+    compute: tuple[torch.dtype, ...]
+    outputs: tuple[torch.dtype, ...]
+    rule: str
+
+
+class Region(TorchFunctionMode):
+    """A stretch of code whose operations follow a policy; entered once, in one thread.
+
+    It sees torch's operations before autograd does, so that casts have gradients. In-place
+    operations, those with ``out=`` and float64 are left alone, and nothing is cached: a weight that
+    changes inside the region takes effect at its next use.
+
+    Args:
+        dtype: bfloat16 or float16; None changes nothing, inside another region either.
+        policy: A name in ``POLICIES``.
+        record: Called with each operation that has floating-point results.
+    """
+
+    def __init__(
+        self,
+        dtype: torch.dtype | None,
+        policy: str = "cuda",
+        record: Callable[[Operation], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self._rules = POLICIES[policy] if dtype is not None else {}
+        self._record = record
+        self._outer: Region | None = None
+        self._is_innermost = True
+        self._was_announced = False
+
+    def __enter__(self) -> Self:
+        self._outer = innermost_region()
+        if self._outer is not None:
+            self._outer._is_innermost = False
+        self._was_announced = torch.is_autocast_enabled(_UNUSED_DEVICE)
+        torch.set_autocast_enabled(_UNUSED_DEVICE, self.dtype is not None)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch.set_autocast_enabled(_UNUSED_DEVICE, self._was_announced)
+        if self._outer is not None:
+            self._outer._is_innermost = True
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not self._is_innermost:
+            return func(*args, **kwargs)
+        body = _body(func) if isinstance(func, FunctionType) else None
+        if body is not None:
+            # an operation written in Python: its steps have rules of their own
+            with self._again():
+                return body(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        is_plain = name not in self._rules and (self.dtype is None or name not in _PRODUCTS)
+        if (is_plain and self._record is None) or kwargs.get("out") is not None:
+            return func(*args, **kwargs)
+        return self._run(func, name, args, kwargs)
+
+    @contextmanager
+    def _again(self) -> Iterator[None]:
+        """The region active inside one of its own operations, where torch suspends it."""
+        super().__enter__()
+        try:
+            yield
+        finally:
+            super().__exit__(None, None, None)
+
+    def _run(
+        self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        tensors = [x for x in _tensors((args, kwargs)) if x.dtype in _CHANGEABLE]
+        if not tensors or is_autocast_on(tensors[0]):
+            return func(*args, **kwargs)
+        rule = self._rules.get(name)
+        if rule == "fp32 result" and kwargs.get("dtype") is not None:
+            rule = None
+        given = tuple(x.dtype for x in tensors)
+        cast = self._cast_dtype(name, rule, tensors)
+        if cast is not None:
+            args, kwargs = mapped((args, kwargs), lambda x: x.to(cast), _CHANGEABLE)
+        dtypes = (cast,) if cast is not None else tuple(dict.fromkeys(given))
+        is_narrow = len(dtypes) == 1 and dtypes[0] in NARROW and name in _PRODUCTS
+        if is_narrow and self.dtype is not None and not has_fast_units(tensors[0]):
+            out = widened(func, args, kwargs, dtypes[0])
+        else:
+            out = func(*args, **kwargs)
+        outputs = tuple(x.dtype for x in _tensors(out))
+        if self._record is not None and outputs:
+            self._record(
+                Operation(
+                    name=name, inputs=given, compute=dtypes, outputs=outputs, rule=rule or FOLLOWS
+                )
+            )
+        return out
+
+    def _cast_dtype(
+        self, name: str, rule: Rule | None, tensors: list[Tensor]
+    ) -> torch.dtype | None:
+        """The type that inputs are cast to; None leaves them."""
+        if rule == "refused":
+            raise ValueError(
+                f"{name}: got a call in a region of 16 bits; probabilities near 0 and 1 have no "
+                f"digits left there; use {name}_with_logits, or autocast(enabled=False) and float()"
+            )
+        if rule == "16-bit":
+            # torch multiplies sparse matrices of 16 bits on few devices, and not in backward
+            is_dense = all(x.layout == torch.strided for x in tensors)
+            return self.dtype if is_dense else torch.float32
+        if rule in ("fp32", "fp32 result"):
+            return torch.float32
+        if rule == "widest" and len({x.dtype for x in tensors}) > 1:
+            return torch.float32
+        return None
+
+
+def innermost_region() -> Region | None:
+    """The region that this thread is in, or None."""
+    stack = _get_current_function_mode_stack()
+    return next((mode for mode in reversed(stack) if isinstance(mode, Region)), None)
+
+
+def active_dtype(x: Tensor) -> torch.dtype | None:
+    """The 16-bit type in which a product of x runs by a region of ours or torch's, or None."""
+    if is_autocast_on(x):
+        return torch.get_autocast_dtype(x.device.type)
+    region = innermost_region()
+    return None if region is None else region.dtype
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The floating-point tensors of nested arguments."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+
+
+_OVERRIDE_CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+
+
+@cache
+def _body(func: FunctionType) -> FunctionType | None:
+    """An operation that torch writes in Python, without its question whether somebody overrides it.
+
+    Called as it is inside a mode it would ask the mode again, without end.
+    """
+    # methods of Tensor call their like in C, which would come back here: they have rules themselves
+    asked = set(_OVERRIDE_CHECKS) & set(func.__code__.co_names)
+    if func.__module__ not in ("torch.functional", "torch.nn.functional") or not asked:
+        return None
+    names = {**func.__globals__, **dict.fromkeys(asked, _nobody_overrides)}
+    body = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
+    body.__kwdefaults__ = func.__kwdefaults__
+    return body
+
+
+def _nobody_overrides(*_: Any) -> bool:
+    return False
