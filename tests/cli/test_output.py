@@ -47,6 +47,25 @@ def test_columns_that_do_not_fit_follow_under_the_first(
         assert found == numbers
 
 
+@pytest.mark.parametrize("width", range(12, 30))
+def test_two_long_columns_lose_no_word(width: int, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [f"{letter * 4}{i}" for letter in "abc" for i in range(6)]
+    first = "x" * width + " " + " ".join(words)
+    print_table(("name and purpose", "effect"), [(first, " ".join(words)), ("a\nb", "c")])
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 40
+    for word in words:
+        assert out.split().count(word) == 2
+    assert "x" * width in out
+
+
+def test_word_longer_than_the_line_goes_on_below(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table(("name", "value"), [("first", "y" * 90)])
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 40
+    assert out.count("y") == 90
+
+
 def test_markup_in_cells_is_text(capsys: pytest.CaptureFixture[str]) -> None:
     print_table(("a",), [("[bold]x[/bold] :smile:",)])
     assert "[bold]x[/bold] :smile:" in capsys.readouterr().out

@@ -48,17 +48,18 @@ def print_table(
         _least_width(column, [row[i] for row in cells], whole=column in numeric)
         for i, column in enumerate(columns)
     ]
+    most = [_longest_line([column, *(row[i] for row in cells)]) for i, column in enumerate(columns)]
     out = out or console()
     for group in _groups(least, out.width):
         table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
         title = None
-        for i in group:
-            right = columns[i] in numeric
+        room = out.width - _MARGINS - _GAP * (len(group) - 1)
+        widths = _widths([least[i] for i in group], [most[i] for i in group], room)
+        for i, width in zip(group, widths, strict=True):
             table.add_column(
                 columns[i],
-                justify="right" if right else "left",
-                width=least[i] if right else None,
-                min_width=least[i],
+                justify="right" if columns[i] in numeric else "left",
+                width=width,
                 overflow="fold",
             )
         for row in cells:
@@ -72,6 +73,23 @@ def _least_width(heading: str, cells: Sequence[str], *, whole: bool) -> int:
         word for cell in cells for word in ([cell] if whole else cell.split())
     ]
     return max(map(len, words), default=0)
+
+
+def _longest_line(cells: Iterable[str]) -> int:
+    return max((len(line) for cell in cells for line in cell.splitlines()), default=0)
+
+
+def _widths(least: Sequence[int], most: Sequence[int], room: int) -> list[int]:
+    """Widths from the least to the most that fill the room, the narrowest growing first."""
+    # not left to rich, which cuts the last column where it may not narrow the others far enough
+    widths = list(least)
+    for _ in range(sum(widths), room):
+        growing = [i for i, width in enumerate(widths) if width < most[i]]
+        if growing:
+            widths[min(growing, key=widths.__getitem__)] += 1
+    while sum(widths) > max(room, len(widths)):
+        widths[widths.index(max(widths))] -= 1
+    return widths
 
 
 def _groups(widths: Sequence[int], available: int) -> list[list[int]]:
