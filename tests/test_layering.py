@@ -31,6 +31,7 @@ LAYERS = [
     "amp",
     "train",
     "pages",
+    "variables",
     "survey",
     "mixprec",  # the package's own __init__, which re-exports the public names
     "cli",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import os
 import platform
 import re
 import warnings
@@ -22,6 +23,7 @@ from mixprec.formats import FORMATS, FloatFormat
 from mixprec.gemm.api import GemmSpec, resolve_spec
 from mixprec.hardware import GENERATIONS, Accelerator, Generation, find_accelerator, generation
 from mixprec.recipes import PRODUCTS, RECIPES, Recipe
+from mixprec.variables import Machine, Variable, read_variables
 
 CPU_FEATURES: Mapping[str, str] = {
     "AVX2": "avx2",
@@ -123,6 +125,7 @@ class Survey:
     libraries: tuple[Library, ...]
     formats: tuple[Support, ...]
     recipes: tuple[Support, ...]
+    variables: tuple[Variable, ...]
 
 
 def doctor() -> Survey:
@@ -149,6 +152,7 @@ def doctor() -> Survey:
             for fmt in FORMATS.values()
         ),
         recipes=tuple(local_support(recipe) for recipe in RECIPES.values()),
+        variables=read_variables(os.environ, _machine(devices, features)),
     )
 
 
@@ -337,6 +341,20 @@ def _devices() -> tuple[Device, ...]:
             )
         )
     return tuple(found)
+
+
+def _machine(devices: tuple[Device, ...], features: Mapping[str, bool]) -> Machine:
+    """What decides which environment variables are read here."""
+    nvidia = (device.capability for device in devices if device.vendor in _FP8_VENDORS)
+    return Machine(
+        cuda=_release(torch.version.cuda) if torch.version.cuda else None,
+        is_rocm=torch.version.hip is not None,
+        capability=next(nvidia, None),
+        has_nccl=torch.distributed.is_available() and torch.distributed.is_nccl_available(),
+        has_onednn=torch.backends.mkldnn.is_available(),
+        has_mkl=torch.backends.mkl.is_available(),
+        cpu_features=frozenset(name for name, present in features.items() if present),
+    )
 
 
 def _cpu_flags() -> frozenset[str]:

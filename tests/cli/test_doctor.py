@@ -12,6 +12,7 @@ from mixprec import survey
 from mixprec.formats import FORMATS
 from mixprec.hardware import ACCELERATORS
 from mixprec.recipes import RECIPES
+from mixprec.variables import Machine, read_variables
 
 HOPPER = survey.Survey(
     versions={"torch": "2.13.0"},
@@ -33,6 +34,10 @@ HOPPER = survey.Survey(
     ),
     formats=tuple(survey.native_support(fmt, (9, 0)) for fmt in FORMATS.values()),
     recipes=tuple(survey.native_support(recipe, (9, 0)) for recipe in RECIPES.values()),
+    variables=read_variables(
+        {"NVIDIA_TF32_OVERRIDE": "0", "CUDA_VISIBLE_DEVICES": ",".join(["GPU-5ebf"] * 16)},
+        Machine(cuda=(13, 0), capability=(9, 0)),
+    ),
 )
 
 
@@ -72,3 +77,25 @@ def test_hopper_as_json(cli: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(survey, "doctor", lambda: HOPPER)
     data = json.loads(cli("doctor", "--json").out)
     assert data["devices"][0]["accelerator"]["rates"] == dict(ACCELERATORS["H100"].rates)
+
+
+def test_variables_are_listed_with_value_and_effect(
+    cli: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AMPLITE_LEVEL", "O2")
+    monkeypatch.delenv("NVIDIA_TF32_OVERRIDE", raising=False)
+    rows = {row["name"]: row for row in json.loads(cli("doctor", "--json").out)["variables"]}
+    assert (rows["AMPLITE_LEVEL"]["value"], rows["AMPLITE_LEVEL"]["has_effect"]) == ("O2", True)
+    assert rows["NVIDIA_TF32_OVERRIDE"]["value"] is None
+    out = cli("doctor").out
+    assert "AMPLITE_LEVEL = 'O2'" in out
+    assert all(name in out for name in rows)
+
+
+def test_long_value_breaks_at_its_commas(cli: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(survey, "doctor", lambda: HOPPER)
+    out = cli("doctor").out
+    assert out.count("GPU-5ebf") == 16
+    assert max(map(len, out.splitlines())) <= 80
+    (line,) = (line for line in out.splitlines() if "NVIDIA_TF32_OVERRIDE = '0'" in line)
+    assert line.rstrip().endswith("yes: set, and read here")

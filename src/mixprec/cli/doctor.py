@@ -10,6 +10,7 @@ from mixprec.cli.output import console, grouped_by_reason, print_json, print_tab
 
 if TYPE_CHECKING:
     from mixprec.survey import Device, Survey
+    from mixprec.variables import Variable
 
 
 def doctor(
@@ -33,6 +34,10 @@ def doctor(
     print_table(
         ("runs", "recipes", "why"), grouped_by_reason({row.name: row for row in found.recipes})
     )
+    print_table(
+        ("environment variable, and what it does", "effect here"),
+        [_variable_cells(variable) for variable in found.variables],
+    )
 
 
 def _show_machine(found: Survey) -> None:
@@ -44,6 +49,14 @@ def _show_machine(found: Survey) -> None:
     out.print(f"CPU: {', '.join(has) or 'no feature known'}; torch uses {found.cpu}")
     out.print(f"     without {', '.join(lacks)}")
     out.print("\n".join(map(_device_line, found.devices)) or "GPU: none")
+
+
+def _variable_cells(variable: Variable) -> tuple[str, str]:
+    """A variable with its value and purpose, and its effect."""
+    # a list breaks into lines at its commas
+    value = "" if variable.value is None else f" = {variable.value!r}".replace(",", ", ")
+    effect = "yes" if variable.has_effect else "no"
+    return f"{variable.name}{value}\n{variable.purpose}", f"{effect}: {variable.reason}"
 
 
 def _device_line(device: Device) -> str:
