@@ -17,8 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
-from types import FunctionType, MappingProxyType
+from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any, Literal, Self
 
 import torch
@@ -165,7 +164,7 @@ class Region(TorchFunctionMode):
         kwargs = kwargs or {}
         if not self._is_innermost:
             return func(*args, **kwargs)
-        body = _body(func) if isinstance(func, FunctionType) else None
+        body = _BODIES.get(func)  # type: ignore[call-overload]
         if body is not None:
             # an operation written in Python: its steps have rules of their own
             with self._again():
@@ -263,21 +262,26 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 _OVERRIDE_CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 
-@cache
-def _body(func: FunctionType) -> FunctionType | None:
-    """An operation that torch writes in Python, without its question whether somebody overrides it.
-
-    Called as it is inside a mode it would ask the mode again, without end.
-    """
-    # methods of Tensor call their like in C, which would come back here: they have rules themselves
-    asked = set(_OVERRIDE_CHECKS) & set(func.__code__.co_names)
-    if func.__module__ not in ("torch.functional", "torch.nn.functional") or not asked:
-        return None
-    names = {**func.__globals__, **dict.fromkeys(asked, _nobody_overrides)}
-    body = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
-    body.__kwdefaults__ = func.__kwdefaults__
-    return body
-
-
 def _nobody_overrides(*_: Any) -> bool:
     return False
+
+
+def _bodies(module: ModuleType) -> Iterator[tuple[FunctionType, FunctionType]]:
+    """The operations that torch writes in Python, and each without its question who overrides it.
+
+    Called as they are inside a mode, they would ask the mode again, without end. Methods of Tensor
+    are not among them: they call their like in C, and have rules themselves.
+    """
+    names = {**vars(module), **dict.fromkeys(_OVERRIDE_CHECKS, _nobody_overrides)}
+    for func in vars(module).values():
+        if not isinstance(func, FunctionType) or func.__globals__ is not vars(module):
+            continue
+        if set(_OVERRIDE_CHECKS) & set(func.__code__.co_names):
+            body = FunctionType(
+                func.__code__, names, func.__name__, func.__defaults__, func.__closure__
+            )
+            body.__kwdefaults__ = func.__kwdefaults__
+            yield func, body
+
+
+_BODIES = dict([*_bodies(torch.functional), *_bodies(torch.nn.functional)])

@@ -20,7 +20,7 @@ from torch import Tensor
 
 NARROW = (torch.bfloat16, torch.float16)
 # an entry of saved_tensors_hooks: the tensor itself, or the 16-bit one that it was widened from
-_Kept = Tensor | tuple[Tensor, int, torch.Size, tuple[int, ...], int]
+_Kept = Tensor | tuple[Tensor, int, torch.Size, tuple[int, ...], Any]
 
 
 def has_fast_units(x: Tensor) -> bool:
@@ -59,9 +59,12 @@ def widened(
     Returns:
         f's results. Backward keeps the 16-bit tensors, not their float32 copies.
     """
+    if torch.compiler.is_compiling():
+        # Inductor carries 16-bit tensors in FP32, unrounded: the product has to be run as it stands
+        torch._dynamo.graph_break(msg="products of 16 bits are emulated here")
     kept = _Originals()
     args, kwargs = mapped((args, kwargs), kept.widen, NARROW)
-    keeps = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    keeps = torch.is_grad_enabled()
     hooks = torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack)
     with hooks if keeps else nullcontext():
         out = f(*args, **kwargs)
