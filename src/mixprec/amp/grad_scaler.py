@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Hashable, Iterable
+import weakref
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -65,6 +66,19 @@ class GradScaler(LossScale):
     between floor and ceiling, with hysteresis=1.
     """
 
+    def _state_of(self, optimizer: Optimizer) -> dict[str, Any]:
+        """What torch keeps under the optimizer's address, unless that was another's before."""
+        state = self._per_optimizer_states[id(optimizer)]
+        if state.setdefault("optimizer", weakref.ref(optimizer))() is not optimizer:
+            self._forget(optimizer)
+            return self._state_of(optimizer)
+        return state
+
+    def _forget(self, optimizer: Optimizer) -> None:
+        # what was found still counts in update()
+        state = self._per_optimizer_states.pop(id(optimizer))
+        self._checks_of_skipped += state["found_inf_per_device"].values()
+
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the optimizer's gradients by the scale, once, and note whether they are finite.
 
@@ -78,7 +92,7 @@ class GradScaler(LossScale):
         if not self._enabled:
             return
         scale = self._ready_scale("unscale_", optimizer)
-        state = self._per_optimizer_states[id(optimizer)]
+        state = self._state_of(optimizer)
         if state["stage"] is OptState.UNSCALED:
             raise CallOrderError(
                 "unscale_() has already been called on this optimizer since the last update(). "
@@ -139,7 +153,7 @@ class GradScaler(LossScale):
         if not ready or dist.get_world_size(self._process_group) < 2:
             return found
         assert self._loss_nonfinite is not None
-        own = _sum_on(self._loss_nonfinite.device, found.values())
+        own = gradients.sum_on(self._loss_nonfinite.device, found.values())
         flags = torch.stack([own, self._loss_nonfinite, torch.full_like(own, bool(found))])
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._process_group)
         self._loss_nonfinite.copy_(flags[1])
@@ -167,7 +181,7 @@ class GradScaler(LossScale):
         self._unscale_once(optimizer)
         norm = gradients.clip_norm(optimizer, limit, power)
         if self._enabled:
-            state = self._per_optimizer_states[id(optimizer)]
+            state = self._state_of(optimizer)
             if found := state["found_inf_per_device"]:
                 # a norm can overflow though each gradient is finite
                 device, flag = next(iter(found.items()))
@@ -188,12 +202,12 @@ class GradScaler(LossScale):
         rule, fix = "must be a number above 0", "1.0 is common"
         limit = scaler_state.check_number("clip_value", clip_value, rule, fix)
         self._unscale_once(optimizer)
-        found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
+        found = self._state_of(optimizer)["found_inf_per_device"].values()
         device = self._scale.device if self._scale is not None else torch.device("cpu")
-        gradients.clip_value(optimizer, limit, _sum_on(device, found))
+        gradients.clip_value(optimizer, limit, gradients.sum_on(device, found))
 
     def _unscale_once(self, optimizer: Optimizer) -> None:
-        if self._per_optimizer_states[id(optimizer)]["stage"] is not OptState.UNSCALED:
+        if self._state_of(optimizer)["stage"] is not OptState.UNSCALED:
             self.unscale_(optimizer)
 
     # ---- stepping
@@ -221,7 +235,7 @@ class GradScaler(LossScale):
                 "scaler, as in bfloat16, or call it once a backward pass"
             )
         self._ready_scale("step", optimizer)
-        state = self._per_optimizer_states[id(optimizer)]
+        state = self._state_of(optimizer)
         if state["stage"] is OptState.STEPPED:
             raise CallOrderError(
                 "step() has already been called since the last update(). Call update() in between"
@@ -236,7 +250,9 @@ class GradScaler(LossScale):
         if not self._takes_step(optimizer, state):
             return None
         call = functools.partial(optimizer.step, *args, **kwargs)
-        result = _call_fused(self._scale, optimizer, state, call) if scales_itself else call()
+        result = (
+            gradients.call_fused(self._scale, optimizer, state, call) if scales_itself else call()
+        )
         state["stage"] = OptState.STEPPED
         return result
 
@@ -248,7 +264,7 @@ class GradScaler(LossScale):
         before = self._scale.clone()
         result = super().step(optimizer, *args, **kwargs)
         self._window_open = False
-        found = _sum_on(before.device, state["found_inf_per_device"].values()).item()
+        found = gradients.sum_on(before.device, state["found_inf_per_device"].values()).item()
         self._record = StepRecord(not found, "overflow" if found else "", before)
         self._skipped += bool(found)
         return result
@@ -268,7 +284,7 @@ class GradScaler(LossScale):
                 stacklevel=3,
             )
             return False
-        numbers = [_sum_on(self._scale.device, found), self._loss_nonfinite, self._scale]
+        numbers = [gradients.sum_on(self._scale.device, found), self._loss_nonfinite, self._scale]
         nonfinite, by_data, before = torch.stack(numbers).tolist()
         if not nonfinite:
             self._record = StepRecord(True, "", before)
@@ -279,13 +295,14 @@ class GradScaler(LossScale):
         names = tuple(labels[place] for place in places)
         cause = "data" if by_data else "overflow"
         self._record = StepRecord(False, cause, before, labels=names, flags=flags)
+        with_gradient = gradients.parameters_with_gradient(optimizer)
+        self._dropped |= {id(parameter) for _, parameter in with_gradient}
         self._drop(optimizer)
         return False
 
     def _drop(self, optimizer: Optimizer) -> None:
         for _, parameter in gradients.parameters_with_gradient(optimizer):
             parameter.grad = None
-            self._dropped.add(id(parameter))
         for model in attached_models(optimizer):
             sync_scales(model, skipped=True)
         self._skipped += 1
@@ -297,13 +314,12 @@ class GradScaler(LossScale):
         still lowers the scale in the next ``update()``; without one nothing has to follow.
         """
         if self._enabled:
-            state = self._per_optimizer_states.pop(id(optimizer), None)
-            if state is not None and state["stage"] is OptState.STEPPED:
-                self._per_optimizer_states[id(optimizer)] = state
+            state = self._state_of(optimizer)
+            if state["stage"] is OptState.STEPPED:
                 raise CallOrderError(
                     "skip() is being called after step(). Call skip(optimizer) instead of step"
                 )
-            self._checks_of_skipped += state["found_inf_per_device"].values() if state else []
+            self._forget(optimizer)
             before = self._init_scale if self._scale is None else self._scale.clone()
             self._record = StepRecord(False, "", before)
             self._window_open, self._skip_asked = False, True
@@ -338,7 +354,7 @@ class GradScaler(LossScale):
         if new_scale is not None:
             self._set_scale(new_scale)
         elif checks and self._dynamic:
-            self._move_scale(_sum_on(self._ready_scale("update").device, checks))
+            self._move_scale(gradients.sum_on(self._ready_scale("update").device, checks))
         if self._record is not None and self._record.after is None:
             after = self._init_scale if self._scale is None else self._scale.clone()
             self._record = self._record._replace(after=after)
@@ -356,26 +372,3 @@ class GradScaler(LossScale):
     def skipped_steps(self) -> int:
         """How many steps were skipped so far, by overflow, data or ``skip``; needs no device."""
         return self._skipped
-
-
-def _sum_on(device: torch.device, flags: Iterable[Tensor]) -> Tensor:
-    total = torch.zeros((), device=device)
-    for flag in flags:
-        total = total + flag.to(device, non_blocking=True)
-    return total
-
-
-def _call_fused(
-    scale: Tensor | None, optimizer: Any, state: dict[str, Any], call: Callable[[], Any]
-) -> Any:
-    """Step of an optimizer that unscales in its kernel: it reads two attributes, as torch sets."""
-    assert scale is not None
-    if state["stage"] is OptState.READY:
-        optimizer.grad_scale = scale * getattr(optimizer, "grad_scale", 1)
-    else:
-        optimizer.grad_scale = getattr(optimizer, "grad_scale", None)
-    optimizer.found_inf = _sum_on(scale.device, state["found_inf_per_device"].values())
-    try:
-        return call()
-    finally:
-        del optimizer.grad_scale, optimizer.found_inf

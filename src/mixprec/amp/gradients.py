@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from mixprec.nn import attached_models
@@ -161,3 +163,27 @@ def nonfinite_flags(optimizer: Optimizer) -> tuple[list[int], Tensor | None]:
         places.append(position)
     device = flags[0].device if flags else None
     return places, torch.stack([flag.to(device) for flag in flags]) if flags else None
+
+
+def sum_on(device: torch.device, flags: Iterable[Tensor]) -> Tensor:
+    """The sum of 0-d flags from any devices, on one of them."""
+    total = torch.zeros((), device=device)
+    for flag in flags:
+        total = total + flag.to(device, non_blocking=True)
+    return total
+
+
+def call_fused(
+    scale: Tensor | None, optimizer: Any, state: dict[str, Any], call: Callable[[], Any]
+) -> Any:
+    """Step of an optimizer that unscales in its kernel: it reads two attributes, as torch sets."""
+    assert scale is not None
+    if state["stage"] is OptState.READY:
+        optimizer.grad_scale = scale * getattr(optimizer, "grad_scale", 1)
+    else:
+        optimizer.grad_scale = getattr(optimizer, "grad_scale", None)
+    optimizer.found_inf = sum_on(scale.device, state["found_inf_per_device"].values())
+    try:
+        return call()
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf

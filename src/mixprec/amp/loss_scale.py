@@ -184,7 +184,9 @@ class LossScale(torch.amp.GradScaler):
         assert self._hysteresis_tracker is not None
         assert self._loss_nonfinite is not None
         overflow = nonfinite > 0
-        scale, tracker = self._scale.clone(), self._growth_tracker.clone()
+        scale = self._scale.clone()
+        # torch compares for equality: a count beyond a shortened interval would never grow again
+        tracker = self._growth_tracker.clamp(max=self._growth_interval - 1)
         torch._amp_update_scale_(
             scale,
             tracker,

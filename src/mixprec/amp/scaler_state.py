@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -72,8 +73,11 @@ class StepRecord(NamedTuple):
 
 
 def as_float32(value: float) -> float:
-    """The nearest float32, which is what a scale on the device is; inf stays."""
-    return torch.tensor(value, dtype=torch.float32).item()
+    """The nearest float32, which is what a scale on the device is; inf beyond its range."""
+    try:
+        return struct.unpack("f", struct.pack("f", value))[0]
+    except OverflowError:
+        return math.inf
 
 
 def check_number(name: str, value: Any, rule: str, fix: str) -> float:
