@@ -3,6 +3,7 @@
     16-bit     inputs rounded to the region's type; the result has it
     fp32       inputs of 16 bits widened; the result is float32
     widest     inputs widened to the widest of their types
+    as statistics  parameters get the type of the running statistics; the result follows the input
     otherwise  an operation follows its inputs
 
 The same tables on every device. Where a device has no fast units of 16 bits, a product of 16-bit
@@ -27,7 +28,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from mixprec.gemm.native import is_autocast_on
 from mixprec.gemm.widening import NARROW, has_fast_units, mapped, widened
 
-Rule = Literal["16-bit", "fp32", "fp32 result", "widest", "refused"]
+Rule = Literal["16-bit", "fp32", "fp32 result", "widest", "as statistics", "refused"]
 FOLLOWS = "follows its inputs"
 
 _LOW_EVERYWHERE = """conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d
@@ -67,6 +68,7 @@ POLICIES: Mapping[str, Mapping[str, Rule]] = MappingProxyType(
                     cumprod cumsum linalg_norm linalg_vector_norm linalg_matrix_norm sum""",
                 "widest": """addcdiv addcmul atan2 arctan2 bilinear cross linalg_cross dot vdot
                     inner grid_sampler index_put tensordot scatter_add""",
+                "as statistics": "batch_norm instance_norm",
                 "refused": "binary_cross_entropy",
             }
         ),
@@ -86,6 +88,7 @@ POLICIES: Mapping[str, Mapping[str, Rule]] = MappingProxyType(
                     linalg_svd linalg_svdvals linalg_tensorinv linalg_tensorsolve
                     fake_quantize_per_tensor_affine multilabel_margin_loss_forward""",
                 "widest": "cat concat concatenate stack index_copy",
+                "as statistics": "batch_norm instance_norm",
             }
         ),
     }
@@ -197,6 +200,8 @@ class Region(TorchFunctionMode):
         cast = self._cast_dtype(name, rule, tensors)
         if cast is not None:
             args, kwargs = mapped((args, kwargs), lambda x: x.to(cast), _CHANGEABLE)
+        if rule == "as statistics":
+            args = _like_statistics(*args)
         dtypes = (cast,) if cast is not None else tuple(dict.fromkeys(given))
         is_narrow = len(dtypes) == 1 and dtypes[0] in NARROW and name in _PRODUCTS
         if is_narrow and self.dtype is not None and not has_fast_units(tensors[0]):
@@ -244,6 +249,24 @@ def active_dtype(x: Tensor) -> torch.dtype | None:
         return torch.get_autocast_dtype(x.device.type)
     region = innermost_region()
     return None if region is None else region.dtype
+
+
+def _like_statistics(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    var: Tensor | None,
+    *rest: Any,
+) -> tuple[Any, ...]:
+    """Arguments of a normalisation whose parameters have the type of its statistics.
+
+    No device takes 16-bit parameters beside float32 statistics, nor a wider input beside statistics
+    of 16 bits, which are updated in place and so cannot be cast.
+    """
+    dtype = torch.float32 if mean is None else mean.dtype
+    weight, bias = mapped((weight, bias), lambda p: p.to(dtype), _CHANGEABLE)
+    return (x.to(dtype) if dtype in NARROW else x, weight, bias, mean, var, *rest)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

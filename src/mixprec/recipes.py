@@ -141,6 +141,8 @@ class Recipe:
         changes: dict[str, Any] = {}
         if not values.keys() <= _AROUND:
             changes = {"name": "", "description": ""}
+        if values.get("base") in get_args(Base):
+            start = with_base(start, values["base"])
         for key, value in values.items():
             given = None if value == "none" else value
             changes[key] = gemm_from(key, value, getattr(start, key)) if key in PRODUCTS else given
@@ -281,6 +283,11 @@ RECIPE_ALIASES: Mapping[str, str] = MappingProxyType(
         "rowwise_hp_grad_weight": "fp8_rowwise_hp_grad_weight",
     }
 )
+
+
+def with_base(recipe: Recipe, base: Base) -> Recipe:
+    """The recipe on another base, with the loss scale that the base needs."""
+    return replace(recipe, base=base, loss_scale=RECIPES[base].loss_scale)
 
 
 OPT_LEVELS: Mapping[str, Recipe] = MappingProxyType(

@@ -1,5 +1,16 @@
 """Mixed precision around a training step: regions, loss scaling, optimisation levels, inputs."""
 
+from mixprec.amp.autocast import autocast
+from mixprec.amp.grad_scaler import GradScaler
 from mixprec.amp.inputs import cast_inputs
+from mixprec.amp.levels import initialize, loss_scalers, master_params, scale_loss
 
-__all__ = ["cast_inputs"]
+__all__ = [
+    "GradScaler",
+    "autocast",
+    "cast_inputs",
+    "initialize",
+    "loss_scalers",
+    "master_params",
+    "scale_loss",
+]

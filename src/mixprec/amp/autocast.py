@@ -14,14 +14,14 @@ from mixprec.recipes import Recipe, get_recipe
 from mixprec.rounding import SOURCE_FORMATS
 
 F = TypeVar("F", bound=Callable[..., Any])
-_DTYPES = {fmt.name: dtype for dtype, fmt in SOURCE_FORMATS.items()}
+DTYPES = {fmt.name: dtype for dtype, fmt in SOURCE_FORMATS.items()}
 # what torch.autocast takes where it is given no type
 _DEVICE_DTYPES = {"cpu": torch.bfloat16}
 
 
 def region_dtype(recipe: str | Recipe) -> torch.dtype | None:
     """The type of a recipe's base as a region has it; None where nothing is changed."""
-    dtype = _DTYPES[get_recipe(recipe).base]
+    dtype = DTYPES[get_recipe(recipe).base]
     return dtype if dtype.itemsize == 2 else None
 
 

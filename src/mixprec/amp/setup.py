@@ -1,0 +1,64 @@
+"""A recipe's training step: parameters in its type, its updates, its region, its loss scale."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from mixprec.amp.autocast import DTYPES, region_dtype
+from mixprec.amp.grad_scaler import GradScaler
+from mixprec.optim import MixedPrecision
+from mixprec.policy import Region
+from mixprec.recipes import DYNAMIC, NARROW, Recipe
+
+
+def region(recipe: Recipe) -> AbstractContextManager[Any]:
+    """The region of the recipe's base; nothing for a base of 32 or 64 bits."""
+    dtype = region_dtype(recipe)
+    return nullcontext() if dtype is None else Region(dtype)
+
+
+def cast_parameters(model: nn.Module, recipe: Recipe) -> None:
+    """Hold the floating-point parameters in ``recipe.parameters``; they stay the same objects.
+
+    Make the optimizer's wrapper first (``with_update``), so that its masters keep the FP32 values.
+    Buffers stay as they are where the type is narrower, since counts and statistics would be
+    rounded; for fp64 the whole model is widened.
+
+    Edge cases: with ``keep_batchnorm_fp32`` modules with running statistics are left alone.
+    """
+    dtype = DTYPES[recipe.parameters]
+    if dtype == torch.float64:
+        model.double()
+        return
+    for module in model.modules():
+        has_statistics = hasattr(module, "running_mean") and hasattr(module, "running_var")
+        if has_statistics and recipe.keep_batchnorm_fp32:
+            continue
+        for parameter in module.parameters(recurse=False):
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
+
+
+def with_update(optimizer: Optimizer, recipe: Recipe, seed: int = 0) -> Optimizer:
+    """The optimizer, wrapped where the recipe holds parameters in 16 bits."""
+    if recipe.parameters not in NARROW:
+        return optimizer
+    return MixedPrecision(optimizer, update=recipe.update, seed=seed)
+
+
+def scaler_for(recipe: Recipe, **options: Any) -> GradScaler:
+    """The gradient scaler that the recipe asks for; a disabled one where it asks for none.
+
+    Args:
+        recipe: Its loss_scale is ``dynamic``, a constant or None.
+        options: Of ``GradScaler``; for a constant scale those that say how it moves are unused.
+    """
+    scale = recipe.loss_scale
+    if scale == DYNAMIC or scale is None:
+        return GradScaler(enabled=scale is not None, **options)
+    return GradScaler(init_scale=float(scale), min_scale=min(1.0, float(scale)), dynamic=False)
