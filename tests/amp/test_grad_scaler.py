@@ -349,3 +349,21 @@ def test_training_step_of_the_tutorials_runs_without_a_warning() -> None:
             scaler.update()
             losses.append(loss.item())
     assert losses[-1] < 0.01 * losses[0]
+
+
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "fp8_rowwise"])
+def test_infinite_gradient_is_seen_behind_layers_whose_formats_saturate(recipe: str) -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    mixprec.convert(model, recipe)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mixprec.attach(model, optimizer)
+    scaler = GradScaler()
+    y = model(torch.ones(4, 16))
+    y.register_hook(lambda grad: torch.where(torch.arange(16) == 3, math.inf, grad))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the amax that is left out
+        scaler.scale(y.sum()).backward()
+        scaler.step(optimizer)
+    scaler.update()
+    assert (scaler.last_step.cause, scaler.last_step.fault) == ("overflow", "0.weight")
+    assert scaler.get_scale() == 32768.0
