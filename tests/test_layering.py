@@ -21,6 +21,7 @@ LAYERS = [
     "scaling",
     "quant_spec",
     "quantization",
+    "recomputation",
     "gemm",
     "serialization",
     "recipes",

@@ -20,7 +20,7 @@ from torch import Tensor
 from mixprec.gemm.api import Operand, check_impl, multiply, prepare
 from mixprec.gemm.native import without_modes
 from mixprec.noise import Noise
-from mixprec.policy import active_dtype
+from mixprec.policy import active_dtype, recomputed_alike
 from mixprec.quantization import QuantizedTensor, QuantSpec, quantize, requantize
 from mixprec.recipes import PRODUCTS, Recipe, get_recipe
 from mixprec.rounding import check_floating
@@ -300,6 +300,6 @@ def linear(
     )
     _check_state(recipe, plan)
     x_MK = x.reshape(x.shape[:-1].numel(), x.shape[-1])
-    with without_modes():
+    with recomputed_alike(), without_modes():
         out = _Linear.apply(x_MK, weight, bias, plan)
     return out.reshape(*x.shape[:-1], weight.shape[0])

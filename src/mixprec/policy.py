@@ -16,8 +16,9 @@ Sources: the operations that PyTorch registers for autocast on CUDA and on CPU (
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any, Literal, Self
 
@@ -27,6 +28,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from mixprec.gemm.native import is_autocast_on
 from mixprec.gemm.widening import NARROW, has_fast_units, mapped, widened
+from mixprec.recomputation import Hooks, hooks_around, let_reentrant_recompute, surrounding_hooks
 
 Rule = Literal["16-bit", "fp32", "fp32 result", "widest", "as statistics", "refused"]
 FOLLOWS = "follows its inputs"
@@ -102,6 +104,8 @@ _CHANGEABLE = (torch.float32, *NARROW)
 # torch's recurrent layers refuse an input of another type than their weights' unless they find
 # autocast on, for any device
 _UNUSED_DEVICE = "ipu"
+_OUTSIDE_BACKWARD = -1
+_graph_task = torch._C._current_graph_task_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,11 +140,15 @@ class Region(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.dtype = dtype
+        self._policy = policy
         self._rules = POLICIES[policy] if dtype is not None else {}
         self._record = record
         self._outer: Region | None = None
         self._is_innermost = True
         self._was_announced = False
+        self._hooks_at_entry: Hooks | None = None
+        self._had_gradients = True
+        self._graph_task = _OUTSIDE_BACKWARD
 
     def __enter__(self) -> Self:
         self._outer = innermost_region()
@@ -148,6 +156,9 @@ class Region(TorchFunctionMode):
             self._outer._is_innermost = False
         self._was_announced = torch.is_autocast_enabled(_UNUSED_DEVICE)
         torch.set_autocast_enabled(_UNUSED_DEVICE, self.dtype is not None)
+        self._hooks_at_entry = surrounding_hooks()
+        self._had_gradients = torch.is_grad_enabled()
+        self._graph_task = _graph_task()
         super().__enter__()
         return self
 
@@ -156,6 +167,7 @@ class Region(TorchFunctionMode):
         torch.set_autocast_enabled(_UNUSED_DEVICE, self._was_announced)
         if self._outer is not None:
             self._outer._is_innermost = True
+        self._outer = self._hooks_at_entry = None
 
     def __torch_function__(
         self,
@@ -165,7 +177,7 @@ class Region(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if not self._is_innermost:
+        if not (self._is_innermost and self.is_running()):
             return func(*args, **kwargs)
         body = _BODIES.get(func)  # type: ignore[call-overload]
         if body is not None:
@@ -174,9 +186,32 @@ class Region(TorchFunctionMode):
                 return body(*args, **kwargs)
         name = getattr(func, "__name__", "")
         is_plain = name not in self._rules and (self.dtype is None or name not in _PRODUCTS)
-        if (is_plain and self._record is None) or kwargs.get("out") is not None:
+        is_bare = (is_plain and self._record is None) or kwargs.get("out") is not None
+        if is_bare and not torch.is_grad_enabled():
             return func(*args, **kwargs)
-        return self._run(func, name, args, kwargs)
+        with self.recomputed():
+            return func(*args, **kwargs) if is_bare else self._run(func, name, args, kwargs)
+
+    def is_running(self) -> bool:
+        """Whether what runs is of the pass that entered the region, not a backward pass within."""
+        return torch.compiler.is_compiling() or self._graph_task == _graph_task()
+
+    def recomputed(self) -> AbstractContextManager[None]:
+        """A stretch that runs in this region, or its like, whenever a checkpoint recomputes it."""
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+            return nullcontext()
+        around = partial(Region, self.dtype, self._policy)
+        if not torch.is_grad_enabled():
+            if self._had_gradients:
+                let_reentrant_recompute(around)
+            return nullcontext()
+        hooks = surrounding_hooks()
+        if hooks is None:
+            return nullcontext()
+        if self._hooks_at_entry == hooks:
+            # entered by the checkpointed function itself, which will enter it again
+            return nullcontext() if self._outer is None else self._outer.recomputed()
+        return hooks_around(hooks, around)
 
     @contextmanager
     def _again(self) -> Iterator[None]:
@@ -248,7 +283,13 @@ def active_dtype(x: Tensor) -> torch.dtype | None:
     if is_autocast_on(x):
         return torch.get_autocast_dtype(x.device.type)
     region = innermost_region()
-    return None if region is None else region.dtype
+    return region.dtype if region is not None and region.is_running() else None
+
+
+def recomputed_alike() -> AbstractContextManager[None]:
+    """``Region.recomputed`` of the region that this thread is in, for functions of our own."""
+    region = innermost_region()
+    return nullcontext() if region is None else region.recomputed()
 
 
 def _like_statistics(

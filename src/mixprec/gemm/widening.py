@@ -12,15 +12,15 @@ Exactness: within half an ulp of the 16-bit type plus K * 2^-24 * sum|a||b| of t
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from mixprec.recomputation import Hooks, surrounding_hooks
+
 NARROW = (torch.bfloat16, torch.float16)
-# an entry of saved_tensors_hooks: the tensor itself, or the 16-bit one that it was widened from
-_Kept = Tensor | tuple[Tensor, int, torch.Size, tuple[int, ...], Any]
 
 
 def has_fast_units(x: Tensor) -> bool:
@@ -62,42 +62,83 @@ def widened(
     if torch.compiler.is_compiling():
         # Inductor carries 16-bit tensors in FP32, unrounded: the product has to be run as it stands
         torch._dynamo.graph_break(msg="products of 16 bits are emulated here")
-    kept = _Originals()
+    kept = _Originals(surrounding_hooks())
     args, kwargs = mapped((args, kwargs), kept.widen, NARROW)
-    keeps = torch.is_grad_enabled()
-    hooks = torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack)
-    with hooks if keeps else nullcontext():
+    with kept.hooks():
         out = f(*args, **kwargs)
+    kept.forget()
     return mapped(out, lambda x: x.to(dtype), (torch.float32,))
+
+
+class _Kept(NamedTuple):
+    """A tensor kept for backward.
+
+    packed: What the surrounding hooks made of it; the 16-bit tensor in place of its wide copy.
+    version: The tensor's then; None where it cannot change unseen or hooks answer for it.
+    wide: Shape and strides of the wide copy; None for a tensor that is kept itself.
+    view: Shape, strides and offset of what was kept, within the wide copy.
+    """
+
+    packed: Any
+    version: int | None = None
+    wide: tuple[torch.Size, tuple[int, ...]] | None = None
+    view: tuple[torch.Size, tuple[int, ...], Any] | None = None
 
 
 class _Originals:
     """The 16-bit tensors of one operation, kept for backward in place of their wide copies."""
 
-    def __init__(self) -> None:
-        self._sources: dict[int, Tensor] = {}
+    def __init__(self, outer: Hooks | None) -> None:
+        self._outer = outer
+        self._sources: dict[int, tuple[Tensor, Tensor]] = {}
+        # transforms of torch.func allow no hooks, and their tensors have no storage to tell them by
+        self._is_off = torch._C._are_functorch_transforms_active() or not torch.is_grad_enabled()
 
     def widen(self, x: Tensor) -> Tensor:
         wide = x.float()
-        if wide.numel():
-            self._sources[wide.untyped_storage().data_ptr()] = x.detach()
+        if not self._is_off and x.layout == torch.strided and wide.numel():
+            self._sources[wide.untyped_storage().data_ptr()] = x.detach(), wide.detach()
         return wide
 
-    def pack(self, saved: Tensor) -> _Kept:
-        if saved.layout != torch.strided or saved.dtype != torch.float32:
-            return saved
-        source = self._sources.get(saved.untyped_storage().data_ptr())
-        if source is None:
-            return saved
-        return source, source._version, saved.shape, saved.stride(), saved.storage_offset()
+    def hooks(self) -> AbstractContextManager[None]:
+        if self._is_off:
+            return nullcontext()
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpacker(self._outer))
 
-    def unpack(self, kept: _Kept) -> Tensor:
-        if isinstance(kept, Tensor):
-            return kept
-        source, version, shape, stride, offset = kept
-        if source._version != version:
+    def forget(self) -> None:
+        """Let go of the tensors that backward does not keep, though the graph keeps the hooks."""
+        self._sources.clear()
+
+    def _pack(self, saved: Tensor) -> _Kept:
+        pack = self._outer[0] if self._outer is not None else lambda x: x
+        if saved.layout != torch.strided or saved.dtype != torch.float32 or not saved.numel():
+            return _Kept(pack(saved))
+        known = self._sources.get(saved.untyped_storage().data_ptr())
+        if known is None:
+            return _Kept(pack(saved))
+        source, wide = known
+        return _Kept(
+            packed=pack(source),
+            version=None if self._outer or source.is_inference() else source._version,
+            wide=(wide.shape, wide.stride()),
+            view=(saved.shape, saved.stride(), saved.storage_offset()),
+        )
+
+
+def _unpacker(outer: Hooks | None) -> Callable[[_Kept], Tensor]:
+    """The way back from ``_Kept``; it holds no tensor of the operation."""
+
+    def unpack(kept: _Kept) -> Tensor:
+        x = kept.packed if outer is None else outer[1](kept.packed)
+        if kept.wide is None or kept.view is None:
+            return x
+        if kept.version is not None and x._version != kept.version:
             raise RuntimeError(
-                f"backward: got a tensor of shape {tuple(source.shape)} that was modified in place "
+                f"backward: got a tensor of shape {tuple(x.shape)} that was modified in place "
                 "after a product kept it for its gradient; clone it before the change"
             )
-        return source.float().as_strided(shape, stride, offset)
+        # hooks may give back other strides than they were given
+        wide = torch.empty_strided(*kept.wide, dtype=torch.float32, device=x.device).copy_(x)
+        return wide.as_strided(*kept.view)
+
+    return unpack
