@@ -29,6 +29,7 @@ LAYERS = [
     "autograd",
     "contraction",
     "nn",
+    "optim",
     "amp",
     "train",
     "pages",

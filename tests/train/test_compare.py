@@ -22,7 +22,8 @@ from mixprec.quantization import quantize
 from mixprec.recipes import RECIPES, Recipe
 from mixprec.train import compare
 from mixprec.train.config import Config
-from mixprec.train.trainer import NonFiniteError, Trainer
+from mixprec.train.faults import NonFiniteError
+from mixprec.train.trainer import Trainer
 
 Small = Callable[..., Config]
 E4M2 = {"format": {"exponent": 4, "mantissa": 2}}

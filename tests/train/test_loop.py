@@ -17,9 +17,10 @@ from rich.console import Console
 
 from mixprec.train import checkpoint, run
 from mixprec.train.config import Config, load
+from mixprec.train.faults import NonFiniteError
 from mixprec.train.loop import Preempted
 from mixprec.train.models import MnistCNN
-from mixprec.train.trainer import NonFiniteError, Trainer
+from mixprec.train.trainer import Trainer
 
 Small = Callable[..., Config]
 VARYING = {"step_ms", "seconds"}

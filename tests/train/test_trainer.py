@@ -14,11 +14,10 @@ from torch import Tensor, nn
 
 from mixprec.train import checkpoint
 from mixprec.train.config import Config, ConfigError
+from mixprec.train.faults import NonFiniteError, first_fault
 from mixprec.train.models import MnistCNN
 from mixprec.train.trainer import (
-    NonFiniteError,
     Trainer,
-    first_fault,
     isolated_generators,
     pick_device,
 )
@@ -247,7 +246,7 @@ def test_first_fault(place: str | None, value: float, expected: str | None) -> N
             x[1, 0] = value
         elif place == "0.weight":
             model[0].weight[0, 0] = value
-    assert first_fault(model, x) == expected
+    assert first_fault(model, x, model) == expected
     assert not any(module._forward_hooks for module in model.modules())
 
 

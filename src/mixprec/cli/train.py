@@ -66,8 +66,8 @@ def train(
     from rich.console import Console
 
     from mixprec.train.config import load
+    from mixprec.train.faults import NonFiniteError
     from mixprec.train.loop import Preempted, run
-    from mixprec.train.trainer import NonFiniteError
 
     console = Console(stderr=as_json)
     shortcuts = [

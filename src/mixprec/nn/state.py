@@ -96,8 +96,12 @@ def attach(model: nn.Module, optimizer: torch.optim.Optimizer) -> RemovableHandl
 
 
 def attached_models(optimizer: torch.optim.Optimizer) -> list[nn.Module]:
-    """The models that ``attach`` was called for with this optimizer, as far as they still exist."""
-    models = [reference() for reference in _ATTACHED.get(optimizer, [])]
+    """The models that ``attach`` was called for with this optimizer, as far as they still exist.
+
+    A wrapper of an optimizer (``inner``) has those of both.
+    """
+    chain = (optimizer, getattr(optimizer, "inner", optimizer))
+    models = [reference() for each in chain for reference in _ATTACHED.get(each, [])]
     return list({id(model): model for model in models if model is not None}.values())
 
 

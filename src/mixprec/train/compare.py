@@ -22,14 +22,18 @@ from mixprec.measure import saved_bytes, sqnr_db
 from mixprec.nn import QuantizedLinear
 from mixprec.quantization import QuantizedTensor
 from mixprec.recipes import Recipe
-from mixprec.train.config import Config, RecipeTable, TrainConfig, from_dict, load, recipe_label
+from mixprec.train.config import Config, TrainConfig, from_dict, load
 from mixprec.train.config import to_dict as config_table
 from mixprec.train.data import DATASETS, Dataset
+from mixprec.train.faults import NonFiniteError
 from mixprec.train.log import ProgressLines, create_folder, environment, finite, write_json
-from mixprec.train.trainer import NonFiniteError, Trainer, isolated_generators, pick_device
+from mixprec.train.recipe_choice import RecipeTable, recipe_label
+from mixprec.train.trainer import Trainer, isolated_generators, pick_device
 
 DEFAULT_RECIPES = (
     "fp32",
+    "bf16",
+    "fp16",
     "fp8_tensorwise",
     "fp8_delayed",
     "fp8_rowwise",
@@ -67,6 +71,12 @@ class _Contender:
             torch.get_device_module(self.trainer.device).synchronize()
         self.step_ms.append(1e3 * (time.perf_counter() - started))
 
+    @property
+    def loss_scale(self) -> float | None:
+        """The scale after the last step; None without loss scaling."""
+        scaler = self.trainer.scaler
+        return scaler.get_scale() if scaler.is_enabled() else None
+
     def record(self) -> dict[str, Any]:
         """What one seed says about the recipe; None where the run failed before it."""
         tail = self.losses[-max(1, len(self.losses) // 10) :]
@@ -80,10 +90,12 @@ class _Contender:
             "saved_bytes": None,
             "sqnr": dict.fromkeys(OPERAND_KINDS),
             "param_bytes": _bytes(self.trainer.model.parameters()),
-            "optimizer_bytes": _bytes(_state_tensors(self.trainer.optimizer)),
+            "optimizer_bytes": _bytes(_state_tensors(self.trainer.optimizer.state_dict())),
             # The first step allocates, and compiles.
             "step_ms": self.step_ms[1:] or self.step_ms,
             "curve": self.losses,
+            "loss_scale": self.loss_scale,
+            "skipped": self.trainer.skipped,
         }
         self._guarded(lambda: record.update(_scores(self.trainer)))
         return record | {"failure": self.failure}
@@ -129,6 +141,8 @@ def run(
         - `step_ms`: median; `step_ratio`: median of the ratios to the first recipe's same step.
         - `saved_bytes`: kept for backward by one batch, parameters apart; `param_bytes`,
           `optimizer_bytes`: of the tensors that exist between steps.
+        - `loss_scale`: after the last step, None without loss scaling; `skipped`: steps that an
+          overflow cost; of the last seed.
         - `impl`: the resolved implementation; `curve`: the training loss of each step, mean over
           seeds; `failure`: why a run has no numbers, else None.
 
@@ -194,13 +208,13 @@ def _chosen(
         )
     if recipes is not None and not recipes:
         raise ValueError("recipes: got none; a comparison needs one at least; name some")
-    own = recipe_label(base.recipe)
+    own = recipe_label(base.recipe, base.base)
     asked = [*DEFAULT_RECIPES, base.recipe] if recipes is None else list(recipes)
     chosen: dict[str, RecipeTable] = {}
     for entry in asked:
         table = entry.to_dict() if isinstance(entry, Recipe) else entry
-        recipe = base.recipe if table == own else from_dict({"recipe": table}).recipe
-        label = recipe_label(recipe)
+        recipe = base.recipe if table in (own, base.recipe) else from_dict({"recipe": table}).recipe
+        label = recipe_label(recipe, base.base)
         if label in chosen and recipes is not None:
             raise ValueError(f"recipes: got {label} twice; each is run once; leave one out")
         chosen.setdefault(label, recipe)
@@ -292,6 +306,8 @@ def _run(
         "saved_bytes": last["saved_bytes"],
         "param_bytes": last["param_bytes"],
         "optimizer_bytes": last["optimizer_bytes"],
+        "loss_scale": last["loss_scale"],
+        "skipped": last["skipped"],
         "failure": failure,
         "spread": {key: _deviation([r[key] for r in records]) for key in _OVER_SEEDS},
         "curve": _mean_curve([r["curve"] for r in records]),
@@ -315,9 +331,14 @@ def _difference(value: float | None, base: float | None) -> float | None:
     return None if value is None or base is None else value - base
 
 
-def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    for state in optimizer.state.values():
-        yield from (value for value in state.values() if isinstance(value, Tensor))
+def _state_tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in an optimizer's state dict, masters and compensations among them."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from (tensor for entry in value.values() for tensor in _state_tensors(entry))
+    elif isinstance(value, list | tuple):
+        yield from (tensor for entry in value for tensor in _state_tensors(entry))
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

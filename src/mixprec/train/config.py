@@ -8,23 +8,27 @@ import dataclasses
 import difflib
 import inspect
 import json
+import math
+import os
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import ConfigDict, Field, PlainValidator, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
+from mixprec.amp.setup import scaler_for
 from mixprec.formats import lookup
 from mixprec.gemm.api import IMPLS
-from mixprec.recipes import Recipe, get_recipe
+from mixprec.recipes import OPT_LEVELS
 from mixprec.train.data import DATASETS
 from mixprec.train.models import MODELS
+from mixprec.train.recipe_choice import RecipeTable, recipe_label, resolve_recipe, step_recipe
 
 OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = MappingProxyType(
     {
@@ -35,44 +39,12 @@ OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = MappingProxyType(
     }
 )
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-_RECIPE_FIELDS = {"variant_of", *(entry.name for entry in dataclasses.fields(Recipe))}
+LEVEL_VARIABLE = "AMPLITE_LEVEL"
 _DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
-
-RecipeTable = str | dict[str, Any]
-RecipeChoice = Recipe | dict[str, Recipe]
 
 
 class ConfigError(ValueError):
     """A configuration that cannot be used; the text has one line for each mistake."""
-
-
-def resolve_recipe(choice: RecipeTable) -> RecipeChoice:
-    """The recipe that a configuration asks for.
-
-    Args:
-        choice: A recipe's name; a table of a recipe's own fields (`base` names the recipe that it
-            changes); or a table from name patterns to either, first match wins.
-
-    Raises:
-        ValueError: An unknown name or field; the message names the nearest.
-    """
-    if isinstance(choice, str):
-        return get_recipe(choice)
-    if choice.keys() & _RECIPE_FIELDS:
-        return Recipe.from_dict(choice)
-    return {pattern: _one_recipe(value) for pattern, value in choice.items()}
-
-
-def recipe_label(choice: RecipeTable) -> str:
-    """A short name for what `resolve_recipe` takes, for tables and records."""
-    recipe = resolve_recipe(choice)
-    if isinstance(recipe, dict):
-        return "by layer: " + ", ".join(dict.fromkeys(map(str, recipe.values())))
-    return str(recipe)
-
-
-def _one_recipe(choice: RecipeTable) -> Recipe:
-    return get_recipe(choice) if isinstance(choice, str) else Recipe.from_dict(choice)
 
 
 def _checked_recipe(value: Any) -> Any:
@@ -114,6 +86,7 @@ class _Section:
 
 
 Count = Annotated[int, Field(ge=1, lt=2**31)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,6 +143,19 @@ class TrainConfig(_Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ScalerConfig(_Section):
+    """How a dynamic loss scale moves; the arguments of `mixprec.amp.GradScaler`."""
+
+    init_scale: Positive = 65536.0
+    growth_factor: Positive = 2.0
+    backoff_factor: Positive = 0.5
+    growth_interval: Count = 2000
+    min_scale: Positive = 1.0
+    max_scale: Annotated[float, Field(gt=0)] = math.inf
+    hysteresis: Count = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig(_Section):
     """every: optimizer steps between checkpoints, None for each epoch's end; keep: newest kept."""
 
@@ -179,11 +165,18 @@ class CheckpointConfig(_Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config(_Section):
-    """One run: a model, the recipe of its products, and how it is trained."""
+    """One run: a model, its recipe and base, and how it is trained.
+
+    base: in place of the recipe's own, fp32, bf16 or fp16; recipe_source: where the recipe's name
+    came from, which `load` writes.
+    """
 
     model: Annotated[str, _one_of("model", MODELS)] = "mnist_cnn"
     recipe: Annotated[RecipeTable, PlainValidator(_checked_recipe)] = "fp32"
+    base: Literal["fp32", "bf16", "fp16"] | None = None
+    recipe_source: Literal["default", "configuration", "AMPLITE_LEVEL"] = "default"
     convert: ConvertConfig = ConvertConfig()
+    scaler: ScalerConfig = ScalerConfig()
     data: DataConfig = DataConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig = TrainConfig()
@@ -197,6 +190,9 @@ def load(path: str | Path | None = None, settings: Sequence[str] = ()) -> Config
         path: The file; None for the defaults.
         settings: Each value is TOML, or text where it is not (`train.device=cpu`).
 
+    The recipe may be given as `opt_level`, O0 to O3. Where the configuration gives neither, the
+    environment variable AMPLITE_LEVEL does; `recipe_source` says which it was.
+
     Raises:
         ConfigError: The file cannot be read, or some values cannot be used; all are listed.
         TypeError: path is neither None nor a path.
@@ -208,7 +204,13 @@ def load(path: str | Path | None = None, settings: Sequence[str] = ()) -> Config
     table = {} if path is None else _read_toml(Path(path))
     for setting in settings:
         _apply(table, setting)
-    return from_dict(table)
+    level = os.environ.get(LEVEL_VARIABLE)
+    source = "configuration"
+    if not table.keys() & {"recipe", "opt_level"}:
+        source = "default" if level is None else LEVEL_VARIABLE
+    if source == LEVEL_VARIABLE:
+        table["opt_level"] = level
+    return from_dict(table | {"recipe_source": source})
 
 
 def from_dict(table: Mapping[str, Any]) -> Config:
@@ -216,6 +218,7 @@ def from_dict(table: Mapping[str, Any]) -> Config:
 
     Raises: ConfigError: Some values cannot be used; the text lists every mistake.
     """
+    table = _with_level(table)
     # Through JSON, so that strict checks accept a list for a tuple and a table for a section.
     text = json.dumps(_without_none(table), default=str)
     try:
@@ -223,7 +226,38 @@ def from_dict(table: Mapping[str, Any]) -> Config:
     except ValidationError as error:
         raise ConfigError("\n".join(_line(entry) for entry in error.errors())) from error
     _check_options(config.optimizer)
+    _check_step(config)
     return config
+
+
+def recipe_line(config: Config) -> str:
+    """Recipe, base and where the choice came from, in a line."""
+    level = os.environ.get(LEVEL_VARIABLE)
+    ignored = ""
+    if level is not None and config.recipe_source != LEVEL_VARIABLE:
+        ignored = f"; {LEVEL_VARIABLE}={level} has no effect: the configuration names a recipe"
+    base = step_recipe(config.recipe, config.base).base
+    label = recipe_label(config.recipe, config.base).removesuffix(f" on {base}")
+    return f"recipe {label} on {base} ({config.recipe_source}{ignored})"
+
+
+def _with_level(table: Mapping[str, Any]) -> dict[str, Any]:
+    """The table with the recipe that its opt_level stands for."""
+    values = dict(table)
+    level = values.pop("opt_level", None)
+    if level is None:
+        return values
+    where = LEVEL_VARIABLE if values.get("recipe_source") == LEVEL_VARIABLE else "opt_level"
+    if level not in OPT_LEVELS:
+        raise ConfigError(
+            f"{where}: got {level!r}; must be one of {', '.join(OPT_LEVELS)}, with the letter O"
+        )
+    if "recipe" in values:
+        raise ConfigError(
+            f"{where}: got {level!r} beside recipe {values['recipe']!r}; both say how to multiply; "
+            "leave one out"
+        )
+    return values | {"recipe": level}
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -298,6 +332,14 @@ def _check_options(optimizer: OptimizerConfig) -> None:
     unknown = [key for key in optimizer.options if key not in known]
     if unknown:
         raise ConfigError("\n".join(_unknown(f"optimizer.options.{key}", known) for key in unknown))
+
+
+def _check_step(config: Config) -> None:
+    try:
+        scaler_for(step_recipe(config.recipe, config.base), **dataclasses.asdict(config.scaler))
+    except ValueError as error:
+        place = "" if str(error).startswith("recipe") else "scaler."
+        raise ConfigError(f"{place}{error}") from error
 
 
 def _without_none(value: Any) -> Any:

@@ -11,7 +11,8 @@ from rich.console import Console
 
 from mixprec.nn import Report
 from mixprec.train import checkpoint
-from mixprec.train.config import Config, load, recipe_label, to_toml
+from mixprec.train.config import Config, load, recipe_line, to_toml
+from mixprec.train.faults import NonFiniteError
 from mixprec.train.log import (
     Metrics,
     ProgressLines,
@@ -20,7 +21,8 @@ from mixprec.train.log import (
     named_folder,
     write_json,
 )
-from mixprec.train.trainer import NonFiniteError, Trainer, isolated_generators, pick_device
+from mixprec.train.recipe_choice import recipe_label
+from mixprec.train.trainer import Trainer, isolated_generators, pick_device
 
 _CHECKPOINTS = "checkpoints"
 _CONFIG = "config.toml"
@@ -81,7 +83,7 @@ def run(
             if folder is not None:
                 (folder / _CONFIG).write_text(to_toml(config), encoding="utf-8")
                 write_json(folder / "environment.json", environment(device))
-            lines.line(f"{config.model}, {device}")
+            lines.line(f"{config.model}, {recipe_line(config)}, {device}")
             (show or lines.show)(trainer.report)
             return _Run(trainer=trainer, folder=folder, metrics=metrics, lines=lines).train(stop)
 
@@ -116,6 +118,8 @@ class _Run:
         record = trainer.step()
         milliseconds = 1e3 * (time.perf_counter() - started)
         text = f"epoch {record.epoch + 1} step {record.step} loss {record.loss:.4f}"
+        if record.loss_scale is not None:
+            text += f" loss scale {record.loss_scale:g} skipped {record.skipped}"
         if record.step % trainer.config.train.log_every == 0 or record.step == trainer.total:
             self.metrics.write(**asdict(record), step_ms=milliseconds)
             self.lines.status(record.step, text)
@@ -152,11 +156,13 @@ class _Run:
         trainer, config = self.trainer, self.trainer.config
         result = {
             "model": config.model,
-            "recipe": recipe_label(config.recipe),
+            "recipe": recipe_label(config.recipe, config.base),
+            "base": trainer.recipe.base,
             "impl": trainer.impl,
             "device": str(trainer.device),
             "seed": config.train.seed,
             "steps": trainer.done,
+            "skipped": trainer.skipped,
             "train_loss": trainer.loss,
             **self._evaluate(),
             "step_ms": median(step_ms) if step_ms else None,

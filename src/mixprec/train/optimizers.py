@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from mixprec.train.config import OPTIMIZERS, ConfigError, OptimizerConfig
 
 
-def make(config: OptimizerConfig, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    """The optimizer of a configuration, over the parameters."""
+def make(
+    config: OptimizerConfig, parameters: Iterable[Tensor] | Iterable[tuple[str, Tensor]]
+) -> torch.optim.Optimizer:
+    """The optimizer of a configuration, over the parameters, which may have names."""
     return OPTIMIZERS[config.name](parameters, lr=config.lr, **config.options)  # type: ignore[call-arg]
 
 

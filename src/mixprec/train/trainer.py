@@ -9,7 +9,7 @@ for bit (on a CPU; on a GPU as far as its kernels are deterministic).
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from mixprec import nn as layers
+from mixprec.amp.inputs import cast_inputs
+from mixprec.amp.setup import cast_parameters, region, scaler_for, with_update
+from mixprec.recipes import DYNAMIC
 from mixprec.train import checkpoint, optimizers
-from mixprec.train.config import Config, resolve_recipe, to_dict
+from mixprec.train.config import Config, to_dict
 from mixprec.train.data import DATASETS, Dataset, Split, epoch_order, stream_seed
+from mixprec.train.faults import NonFiniteError, first_fault
 from mixprec.train.models import MODELS
+from mixprec.train.recipe_choice import resolve_recipe, step_recipe
 
 # A resumed run may go on longer, elsewhere, or be recorded otherwise; all else shapes its numbers.
 _MAY_CHANGE = {
@@ -30,6 +35,7 @@ _MAY_CHANGE = {
     "train.compile",
     "train.log_every",
     "train.save_model",
+    "recipe_source",
     "data.path",
     "data.eval_batch_size",
     "checkpoint.every",
@@ -37,26 +43,21 @@ _MAY_CHANGE = {
 }
 
 
-class NonFiniteError(ArithmeticError):
-    """Training met a NaN or an infinity: at `step`, first in the tensor that `tensor` names."""
-
-    def __init__(self, step: int, what: str, tensor: str) -> None:
-        super().__init__(
-            f"step {step}: {what} is not finite; the first tensor at fault is {tensor}"
-        )
-        self.step = step
-        self.tensor = tensor
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """loss: the mean over the step's rows, before its update; grad_norm: before clipping."""
+    """loss: the mean over the step's rows, before its update; grad_norm: before clipping, unscaled.
+
+    loss_scale: the step's, None without loss scaling; skipped: steps so far whose gradients
+    overflowed, so that nothing was updated.
+    """
 
     step: int
     epoch: int
     loss: float
     lr: float
     grad_norm: float | None
+    loss_scale: float | None
+    skipped: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,12 +98,14 @@ class Trainer:
 
     Attributes:
         model: The converted model; `report` says what the conversion did.
-        done: Optimizer steps taken so far, of `total`.
+        done: Steps so far, of `total`, those that an overflow skipped among them: the data goes on.
+        skipped: How many of these were skipped.
         loss: The training loss of the last one; NaN before the first.
     """
 
     def __init__(self, config: Config, dataset: Dataset | None = None) -> None:
         self.config = config
+        self.recipe = step_recipe(config.recipe, config.base)
         self.device = pick_device(config.train.device)
         data = dataset or DATASETS[config.data.name](config.data.path)
         self.train_rows = _on(self.device, data.train)
@@ -113,7 +116,11 @@ class Trainer:
         self.model = entry.build().to(self.device)
         self.report = _convert(self.model, config)
         optimizers.rehearse(config.optimizer, self.device)
-        self.optimizer = optimizers.make(config.optimizer, self.model.parameters())
+        optimizer = optimizers.make(config.optimizer, self.model.named_parameters())
+        self.optimizer = with_update(optimizer, self.recipe, config.train.seed)
+        # after the wrapper, whose masters keep what this rounds away
+        cast_parameters(self.model, self.recipe)
+        self.scaler = scaler_for(self.recipe, **asdict(config.scaler))
         self._scheduler = torch.optim.lr_scheduler.StepLR(
             self.optimizer, step_size=1, gamma=config.optimizer.gamma
         )
@@ -154,26 +161,55 @@ class Trainer:
         data = self.train_rows
         return [(data.inputs[part], data.targets[part]) for part in rows.split(size)]
 
+    @property
+    def skipped(self) -> int:
+        return self.scaler.skipped_steps
+
     def loss_of(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """The mean loss of a batch, a scalar with gradients."""
-        return self._loss(self._forward(inputs), targets)
+        return self._output_and_loss(inputs, targets)[1]
+
+    def _output_and_loss(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        with region(self.recipe):
+            output = self._forward(self._cast(inputs))
+            return output, self._loss(output, targets)
+
+    def _run(self, inputs: Tensor) -> object:
+        with region(self.recipe):
+            return self.model(self._cast(inputs))
+
+    def _cast(self, inputs: Tensor) -> Tensor:
+        return cast_inputs(inputs, self.recipe.parameters)
 
     def step(self) -> StepRecord:
-        """Take one optimizer step.
+        """Take one step; with loss scaling, one whose gradients overflow updates nothing but that.
 
-        Raises: NonFiniteError: The loss, or the gradient where it is clipped; nothing was updated.
+        Raises: NonFiniteError: The loss, or the gradient where it is clipped without loss scaling,
+            or where it overflows at the smallest loss scale; nothing was updated.
         """
         epoch = self.done // self.steps_per_epoch
         lr = self.optimizer.param_groups[0]["lr"]
+        loss_scale = self.scaler.get_scale() if self.scaler.is_enabled() else None
         loss = self._gradients()
         clip = self.config.train.clip_norm
         norm = None if clip is None else self._clip(clip)
-        self.optimizer.step()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self._require_room(loss_scale)
         self.done += 1
         self.loss = loss
-        if self.done % self.steps_per_epoch == 0:
+        # the schedule counts epochs; torch warns where it moves before any step was taken
+        if self.done % self.steps_per_epoch == 0 and self.done > self.skipped:
             self._scheduler.step()
-        return StepRecord(step=self.done, epoch=epoch, loss=loss, lr=float(lr), grad_norm=norm)
+        return StepRecord(
+            step=self.done,
+            epoch=epoch,
+            loss=loss,
+            lr=float(lr),
+            grad_norm=norm,
+            loss_scale=loss_scale,
+            skipped=self.skipped,
+        )
 
     def evaluate(self) -> Evaluation:
         """Loss and accuracy on the evaluation rows (a dry run: on one batch of them).
@@ -189,8 +225,8 @@ class Trainer:
                 data.inputs[:rows].split(size), data.targets[:rows].split(size), strict=True
             ):
                 with torch.no_grad():
-                    output = self._forward(inputs)
-                    mean = self._loss(output, targets).item()
+                    output, batch_loss = self._output_and_loss(inputs, targets)
+                    mean = batch_loss.item()
                 self._require_finite(mean, self.done, "the evaluation loss", inputs)
                 loss += mean * len(targets)
                 right += int((output.argmax(dim=1) == targets).sum())
@@ -211,6 +247,7 @@ class Trainer:
             "numerics": layers.state_dict(self.model),
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self._scheduler.state_dict(),
+            "scaler": self.scaler.state_dict(),
             "generators": checkpoint.generators(self.device),
             # the order of the data follows from the step
             "position": {"step": self.done, "loss": self.loss},
@@ -233,6 +270,8 @@ class Trainer:
         layers.load_state_dict(self.model, state["numerics"])
         self.optimizer.load_state_dict(state["optimizer"])
         self._scheduler.load_state_dict(state["scheduler"])
+        if self.scaler.is_enabled():
+            self.scaler.load_state_dict(state["scaler"])
         checkpoint.set_generators(state["generators"], self.device)
         self.done = state["position"]["step"]
         self.loss = state["position"]["loss"]
@@ -258,16 +297,32 @@ class Trainer:
             loss = self.loss_of(inputs, targets) * (len(targets) / rows)
             value = loss.item()
             self._require_finite(value, self.done + 1, "the loss", inputs)
-            loss.backward()
+            self.scaler.scale(loss).backward()
             total += value
         return total
 
+    def _require_room(self, loss_scale: float | None) -> None:
+        """Raise if the gradients overflow at the smallest scale: no later step would go better."""
+        outcome = self.scaler.last_step
+        if outcome is None or not outcome.at_floor or self.recipe.loss_scale != DYNAMIC:
+            return
+        fault = f"gradient {outcome.fault}" if outcome.fault else "a gradient of another rank"
+        raise NonFiniteError(
+            self.done + 1,
+            f"the gradient at the smallest loss scale, {loss_scale:g} (scaler.min_scale), after "
+            f"{self.skipped} skipped steps,",
+            f"{fault}; lower the learning rate, or train in bf16, which has FP32's range",
+        )
+
     def _require_finite(self, value: float, step: int, what: str, inputs: Tensor) -> None:
         if not math.isfinite(value):
-            raise NonFiniteError(step, what, first_fault(self.model, inputs) or "the loss itself")
+            fault = first_fault(self.model, inputs, self._run)
+            raise NonFiniteError(step, what, fault or "the loss itself")
 
     def _clip(self, largest: float) -> float:
         """Scale the gradients so that their L2 norm, taken in float32, is at most `largest`."""
+        if self.scaler.is_enabled():
+            return self.scaler.clip_grad_norm_(self.optimizer, largest).item()
         named = [(n, p.grad) for n, p in self.model.named_parameters() if p.grad is not None]
         norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for _, grad in named]
         norm = torch.linalg.vector_norm(torch.stack(norms)).item() if norms else 0.0
@@ -280,36 +335,6 @@ class Trainer:
         if norm > largest:
             torch._foreach_mul_([grad for _, grad in named], largest / norm)
         return norm
-
-
-def first_fault(model: nn.Module, inputs: Tensor) -> str | None:
-    """Name the first tensor of a forward pass that is not finite: input, parameter or output.
-
-    Runs the model once more on the inputs; modules are taken in the order in which they finish.
-    """
-    if not inputs.isfinite().all():
-        return "the input batch"
-    found: list[str] = []
-
-    def look(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, _: Any, output: Any) -> None:
-            if found or not isinstance(output, Tensor) or output.isfinite().all():
-                return
-            own = module.named_parameters(recurse=False)
-            bad = [key for key, parameter in own if not parameter.isfinite().all()]
-            path = f"{name}." if name else ""
-            found.append(f"parameter {path}{bad[0]}" if bad else f"output of {name or 'the model'}")
-
-        return hook
-
-    handles = [module.register_forward_hook(look(n)) for n, module in model.named_modules()]
-    try:
-        with torch.no_grad():
-            model(inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return found[0] if found else None
 
 
 @contextmanager
@@ -330,7 +355,7 @@ def _convert(model: nn.Module, config: Config) -> layers.Report:
     options = config.convert
     return layers.convert(
         model,
-        resolve_recipe(config.recipe),
+        resolve_recipe(config.recipe, config.base),
         skip=options.skip,
         include=options.include,
         multiple_of=options.multiple_of,
