@@ -7,19 +7,21 @@ contraction is last.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
 import torch
-from oracles import assert_same, code_bits, decode_array, draw, round_fraction, top_code
+from oracles import assert_same, code_bits, decode_array, draw, round_fraction, top_code, unit
 from oracles import code_value as value_of_code
 from torch import Tensor
 
 from mixprec.formats import FloatFormat
+from mixprec.gemm import GemmSpec
 from mixprec.noise import Noise
 from mixprec.quantization import QuantizedTensor, QuantSpec
+from mixprec.recipes import Recipe
 
 FLT_MAX = Fraction(2**24 - 1) * Fraction(2) ** 104
 HALF_ULP = {
@@ -183,11 +185,13 @@ def assert_product(
     a: QuantizedTensor | Tensor,
     b: QuantizedTensor | Tensor,
     bias: Tensor | None = None,
+    out: QuantSpec | None = None,
 ) -> None:
     """|result - exact| <= (K + 3) * 2^-24 * sum|a||b|, plus half an ulp of the result's type.
 
-    A bias adds one rounding of the sum in single precision. NaN has to stand where it stands in
-    exact arithmetic, and nowhere else.
+    A bias adds one rounding of the sum in single precision, and so does a format that the result is
+    rounded to before it is held in its type; every element then lies on that format's grid. NaN has
+    to stand where it stands in exact arithmetic, and nowhere else.
     """
     a_MK, b_NK = exact_operand(a), exact_operand(b)
     exact, magnitude = a_MK @ b_NK.t(), a_MK.abs() @ b_NK.abs().t()
@@ -195,12 +199,35 @@ def assert_product(
     if bias is not None:
         exact = exact + bias.double()
         allowed = allowed + 2.0**-24 * (exact.abs() + allowed)
+    if out is not None:
+        allowed = allowed + 2.0 ** (-1 - out.format.mantissa) * (exact.abs() + allowed)
+        allowed = allowed + float(unit(out.format)) / 2
+        assert_on_grid(result, out.format)
     allowed = allowed + HALF_ULP[result.dtype] * (exact.abs() + allowed)
     allowed = allowed + HALF_SMALLEST[result.dtype]
     got = result.detach().double().reshape(exact.shape)
     assert torch.equal(got.isnan(), exact.isnan())
     worst = ((got - exact).abs() - allowed).nan_to_num(nan=-1.0)
     assert not worst.numel() or worst.max() <= 0, f"{worst.max():.3g} beyond the bound"
+
+
+def assert_on_grid(x: Tensor, fmt: FloatFormat) -> None:
+    """Every finite element is a number of the format, whatever type holds it."""
+    finite = x.detach().double().flatten()
+    finite = finite[finite.isfinite()].numpy()
+    smallest_normal = float(unit(fmt)) * 2.0**fmt.mantissa
+    place = np.frexp(np.maximum(np.abs(finite), smallest_normal))[1] - 1
+    steps = np.ldexp(finite, fmt.mantissa - place)
+    assert (steps == np.round(steps)).all(), f"{finite[steps != np.round(steps)][:5]} are not {fmt}"
+
+
+def with_distinct_products(recipes: Mapping[str, Recipe]) -> dict[str, Recipe]:
+    """Of recipes whose products are the same, the one with FP32 parameters, or the first."""
+    found: dict[tuple[GemmSpec, ...], str] = {}
+    for name in sorted(recipes, key=lambda name: recipes[name].parameters != "fp32"):
+        recipe = recipes[name]
+        found.setdefault((recipe.output, recipe.grad_input, recipe.grad_weight), name)
+    return {name: recipe for name, recipe in recipes.items() if name in found.values()}
 
 
 def specs_of(fmt: FloatFormat) -> Iterator[QuantSpec]:

@@ -9,7 +9,7 @@ from itertools import product
 
 import pytest
 import torch
-from quant_oracles import HALF_ULP, assert_product
+from quant_oracles import HALF_ULP, assert_product, with_distinct_products
 from torch import Tensor
 
 from mixprec import RECIPES, FloatFormat, GemmSpec, QuantSpec, Recipe, linear, quantize
@@ -51,7 +51,7 @@ CUSTOM = {
         grad_weight=GemmSpec(a=TENSOR, b=replace(TENSOR, amax_history_len=4)),
     ),
 }
-EVERY_RECIPE = {**RECIPES, **CUSTOM}
+EVERY_RECIPE = with_distinct_products({**RECIPES, **CUSTOM})
 NOISE = Noise(seed=9, step=3, stream=16)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
@@ -102,13 +102,15 @@ class Layer:
         a, b, g_input, w_input, g_weight, x_weight = self.operands()
         assert self.out.dtype == self.dtype
         assert self.out.shape == (*self.x.shape[:-1], self.w.shape[0])
-        assert_product(self.out, a, b, None if self.bias is None else self.bias.detach())
+        bias = None if self.bias is None else self.bias.detach()
+        assert_product(self.out, a, b, bias, self.recipe.output.out)
         for tensor in (self.x, self.w, self.bias):
             if tensor is not None:
                 assert tensor.grad is not None
                 assert (tensor.grad.dtype, tensor.grad.shape) == (tensor.dtype, tensor.shape)
-        assert_product(self.x.grad.to(self.dtype), g_input, w_input)
-        assert_product(self.w.grad, g_weight, x_weight)
+        grad_x = self.x.grad.to(self.dtype)
+        assert_product(grad_x, g_input, w_input, out=self.recipe.grad_input.out)
+        assert_product(self.w.grad, g_weight, x_weight, out=self.recipe.grad_weight.out)
         if self.bias is not None:
             g = self.g.double().reshape(self.g.shape[:-1].numel(), self.w.shape[0])
             error = (self.bias.grad.double() - g.sum(0)).abs()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from quant_oracles import with_distinct_products
 from torch import nn
 
 import mixprec
@@ -16,6 +17,9 @@ from mixprec.quantization import QuantSpec, quantize
 from mixprec.recipes import RECIPES, Recipe
 from mixprec.scaling import delayed_state
 
+QUANTISING = [
+    name for name, each in with_distinct_products(RECIPES).items() if not each.is_high_precision
+]
 TINY = {"format": {"exponent": 2, "mantissa": 1}}
 
 
@@ -97,7 +101,7 @@ def test_values_wider_than_float32_decode_in_float64() -> None:
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", [name for name in RECIPES if name != "fp32"])
+@pytest.mark.parametrize("name", QUANTISING)
 def test_compiled_codes_of_a_tensor_made_in_the_graph(name: str, dtype: torch.dtype) -> None:
     # Inductor keeps such a tensor in FP32 unless its bits are asked for
     layer = nn.Linear(96, 64).to(dtype)

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from quant_oracles import assert_product, assert_quantized
+from oracles import round_array
+from quant_oracles import assert_product, assert_quantized, with_distinct_products
 from torch import Tensor
 
 from mixprec import GemmSpec, Noise, QuantizedTensor, QuantSpec, quantize, quantized_matmul
@@ -108,6 +109,78 @@ def test_result_in_a_narrow_format_is_the_float32_result_quantised(out_spec: Qua
     assert_quantized(half, quantized_matmul(a.bfloat16().float(), b, BOTH), out_spec)
 
 
+def rounded_result(name: str, saturate: bool = False) -> GemmSpec:
+    """High-precision operands, a result rounded to a format without a scale."""
+    return GemmSpec(
+        out=QuantSpec(format=FORMATS[name], scale_rule="none", saturate=saturate),
+    )
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ["bf16", "fp16", "tf32"])
+def test_result_is_rounded_once_to_its_format_and_held_in_its_type(
+    name: str, out_dtype: torch.dtype
+) -> None:
+    # sums of few integers are exact, and half of them lie between two numbers of 16 bits
+    a, b = torch.randint(-99, 100, (40, 3)).float(), torch.randint(-99, 100, (30, 3)).float()
+    bias = torch.randint(-(2**20), 2**20, (30,)) * 2.0**-7
+    sums = a.double() @ b.double().t() + bias.double()
+    assert torch.equal(sums.float().double(), sums)
+    out = quantized_matmul(a, b, rounded_result(name), bias=bias, out_dtype=out_dtype)
+    want = torch.from_numpy(round_array(sums.numpy(), FORMATS[name], "nearest_even"))
+    assert out.dtype == out_dtype
+    assert torch.equal(out, want.to(out_dtype))
+    assert not torch.equal(want, sums)
+
+
+@pytest.mark.parametrize("impl", ["emulated", "scaled_mm"])
+def test_rounded_results_of_quantised_operands_lie_within_the_bound(impl: str) -> None:
+    a, b, bias = torch.randn(3, 5, 40), torch.randn(7, 40), torch.randn(7)
+    for name in ("bf16", "fp16"):
+        spec = replace(BOTH, out=rounded_result(name).out)
+        out = quantized_matmul(a, b, spec, bias=bias, impl=impl)
+        assert out.dtype == torch.float32
+        assert_product(out, quantize(a, TENSOR), quantize(b, TENSOR), bias, spec.out)
+
+
+def test_rounded_result_beyond_the_range_is_infinite_or_the_largest_number() -> None:
+    a = torch.tensor([[65519.0], [65520.0], [-65520.0], [math.inf], [math.nan]])
+    one = torch.ones(1, 1)
+    free = quantized_matmul(a, one, rounded_result("fp16"))
+    kept = quantized_matmul(a, one, rounded_result("fp16", saturate=True))
+    assert free.flatten()[:4].tolist() == [65504.0, math.inf, -math.inf, math.inf]
+    assert kept.flatten()[:4].tolist() == [65504.0, 65504.0, -65504.0, math.inf]
+    assert free[4].isnan()
+    assert kept[4].isnan()
+
+
+def test_subnormal_result_is_a_multiple_of_the_smallest_number() -> None:
+    a = torch.tensor([[1.4], [1.5], [2.5], [0.5], [-0.4]]) * 2.0**-24
+    out = quantized_matmul(a, torch.ones(1, 1), rounded_result("fp16")).flatten() * 2.0**24
+    assert out.tolist() == [1.0, 2.0, 2.0, 0.0, 0.0]
+
+
+def test_amax_is_that_of_the_rounded_result_where_the_product_rounds_it() -> None:
+    a = torch.tensor([[1 + 2.0**-9]])
+    out, amax = quantized_matmul(a, torch.ones(1, 1), rounded_result("bf16"), return_amax=True)
+    assert (out.item(), amax.item()) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    "out",
+    [
+        TENSOR,
+        QuantSpec(format=FORMATS["bf16"], scale_rule="none", rounding="stochastic"),
+        replace(TENSOR, amax_history_len=2),
+    ],
+)
+def test_result_takes_no_scale_and_no_noise(out: QuantSpec) -> None:
+    with pytest.raises(
+        ValueError, match=r"out: got QuantSpec\(.*rounded to nearest without a scale"
+    ):
+        GemmSpec(out=out)
+
+
 def test_amax_is_that_of_the_result_before_it_is_rounded() -> None:
     a, b = torch.randn(9, 40), torch.randn(24, 40)
     wide = quantized_matmul(a, b, BOTH)
@@ -156,7 +229,7 @@ def test_no_gradient_passes() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", with_distinct_products(RECIPES))
 def test_autocast_and_matmul_precision_change_no_bit(recipe: str, dtype: torch.dtype) -> None:
     a, b = torch.randn(20, 40).to(dtype), torch.randn(12, 40).to(dtype)
     for spec in (RECIPES[recipe].output, RECIPES[recipe].grad_weight):

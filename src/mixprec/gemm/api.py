@@ -248,7 +248,8 @@ def quantized_matmul(
         bias: [N], added in FP32 before the result is rounded.
         out_dtype: Type of the result; by default a's, or float32 for a quantised a.
         out_spec: Quantise the FP32 result by this spec, with its own scale.
-        return_amax: Also return max |out| of the FP32 result, before out_dtype or out_spec rounds.
+        return_amax: Also return max |out| of the FP32 result, before out_dtype or out_spec rounds,
+            and after ``gemm_spec.out`` has.
         noise: For stochastic rounding; a draws from its stream, b from the next one, the result
             from the one after.
         impl: ``auto``, ``emulated``, ``scaled_mm`` or ``bf16_mm``; an explicit choice never falls
