@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType, MappingProxyType, ModuleType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from mixprec.gemm.widening import NARROW, has_fast_units, mapped, widened
 from mixprec.recomputation import Hooks, hooks_around, let_reentrant_recompute, surrounding_hooks
 
 Rule = Literal["16-bit", "fp32", "fp32 result", "widest", "as statistics", "refused"]
+F = TypeVar("F", bound=FunctionType)
 FOLLOWS = "follows its inputs"
 
 _LOW_EVERYWHERE = """conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d
@@ -100,6 +101,7 @@ _PRODUCTS = frozenset(
     {name for name, rule in POLICIES["cuda"].items() if rule == "16-bit"}
     | {"bilinear", "dot", "vdot", "inner", "tensordot", "_addmm_activation"}
 )
+_WIDE: tuple[Rule, ...] = ("fp32", "fp32 result")
 _CHANGEABLE = (torch.float32, *NARROW)
 # torch's recurrent layers refuse an input of another type than their weights' unless they find
 # autocast on, for any device
@@ -117,6 +119,18 @@ class Operation:
     compute: tuple[torch.dtype, ...]
     outputs: tuple[torch.dtype, ...]
     rule: str
+
+
+def uncompiled(function: F) -> F:
+    """Let torch.compile run a function as it stands where eager code calls it.
+
+    Steps of a region that Dynamo compiles by themselves lose the mode that they are in, and their
+    results. Within a compiled function that is called in a region they are traced all the same.
+    """
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+    frames.set_code_exec_strategy(function.__code__, skip)
+    return function
 
 
 class Region(TorchFunctionMode):
@@ -150,6 +164,7 @@ class Region(TorchFunctionMode):
         self._had_gradients = True
         self._graph_task = _OUTSIDE_BACKWARD
 
+    @uncompiled
     def __enter__(self) -> Self:
         self._outer = innermost_region()
         if self._outer is not None:
@@ -162,6 +177,7 @@ class Region(TorchFunctionMode):
         super().__enter__()
         return self
 
+    @uncompiled
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         torch.set_autocast_enabled(_UNUSED_DEVICE, self._was_announced)
@@ -169,6 +185,7 @@ class Region(TorchFunctionMode):
             self._outer._is_innermost = True
         self._outer = self._hooks_at_entry = None
 
+    @uncompiled
     def __torch_function__(
         self,
         func: Callable[..., Any],
@@ -222,6 +239,7 @@ class Region(TorchFunctionMode):
         finally:
             super().__exit__(None, None, None)
 
+    @uncompiled
     def _run(
         self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
@@ -265,7 +283,7 @@ class Region(TorchFunctionMode):
             # torch multiplies sparse matrices of 16 bits on few devices, and not in backward
             is_dense = all(x.layout == torch.strided for x in tensors)
             return self.dtype if is_dense else torch.float32
-        if rule in ("fp32", "fp32 result"):
+        if rule in _WIDE:
             return torch.float32
         if rule == "widest" and len({x.dtype for x in tensors}) > 1:
             return torch.float32

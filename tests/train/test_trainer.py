@@ -33,8 +33,8 @@ RECIPES = {
         "fp8_rowwise_hp_grad_weight",
     )
 }
-CUSTOM = ["recipe.base=fp8_rowwise", "recipe.output.a.format={exponent = 4, mantissa = 2}"]
-STOCHASTIC = ["recipe.base=fp8_delayed", "recipe.grad_input.a.rounding=stochastic"]
+CUSTOM = ["recipe.variant_of=fp8_rowwise", "recipe.output.a.format={exponent = 4, mantissa = 2}"]
+STOCHASTIC = ["recipe.variant_of=fp8_delayed", "recipe.grad_input.a.rounding=stochastic"]
 Small = Callable[..., Config]
 
 

@@ -210,7 +210,7 @@ def load(path: str | Path | None = None, settings: Sequence[str] = ()) -> Config
         source = "default" if level is None else LEVEL_VARIABLE
     if source == LEVEL_VARIABLE:
         table["opt_level"] = level
-    return from_dict(table | {"recipe_source": source})
+    return from_dict({"recipe_source": source} | table)
 
 
 def from_dict(table: Mapping[str, Any]) -> Config:
