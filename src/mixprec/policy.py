@@ -31,7 +31,7 @@ from mixprec.gemm.widening import NARROW, has_fast_units, mapped, widened
 from mixprec.recomputation import Hooks, hooks_around, let_reentrant_recompute, surrounding_hooks
 
 Rule = Literal["16-bit", "fp32", "fp32 result", "widest", "as statistics", "refused"]
-F = TypeVar("F", bound=FunctionType)
+F = TypeVar("F", bound=Callable[..., Any])
 FOLLOWS = "follows its inputs"
 
 _LOW_EVERYWHERE = """conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d
@@ -129,7 +129,7 @@ def uncompiled(function: F) -> F:
     """
     frames = torch._C._dynamo.eval_frame
     skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
-    frames.set_code_exec_strategy(function.__code__, skip)
+    frames.set_code_exec_strategy(function.__code__, skip)  # type: ignore[attr-defined]
     return function
 
 

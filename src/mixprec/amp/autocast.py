@@ -9,12 +9,15 @@ from typing import Any, Self, TypeVar
 
 import torch
 
-from mixprec.policy import POLICIES, Region, innermost_region
+from mixprec.policy import POLICIES, Region, innermost_region, uncompiled
 from mixprec.recipes import Recipe, get_recipe
 from mixprec.rounding import SOURCE_FORMATS
 
 F = TypeVar("F", bound=Callable[..., Any])
 DTYPES = {fmt.name: dtype for dtype, fmt in SOURCE_FORMATS.items()}
+_DEVICE_TYPES = frozenset(
+    """cpu cuda hip hpu ipu maia meta mps mtia npu privateuseone vulkan xla xpu""".split()
+)
 # what torch.autocast takes where it is given no type
 _DEVICE_DTYPES = {"cpu": torch.bfloat16}
 
@@ -73,6 +76,9 @@ class autocast:
         device_type: str | None = None,
         cache_enabled: bool | None = None,
     ) -> None:
+        if torch.compiler.is_compiling():
+            # Dynamo would enter the region itself, and lose results at the next break
+            torch._dynamo.graph_break(msg="regions of 16 bits are entered by eager code")
         if isinstance(recipe_or_dtype, str) and _is_device_type(recipe_or_dtype):
             recipe_or_dtype, device_type = None, recipe_or_dtype
         if recipe_or_dtype is not None and dtype is not None:
@@ -88,12 +94,14 @@ class autocast:
         self._policy = policy
         self._entered: list[Region] = []
 
+    @uncompiled
     def __enter__(self) -> Self:
         region = self._region()
         region.__enter__()
         self._entered.append(region)
         return self
 
+    @uncompiled
     def __exit__(self, *error: Any) -> None:
         # of the regions that several threads may have entered by this object, this thread's last
         region = innermost_region()
@@ -154,11 +162,8 @@ class autocast:
 
 
 def _is_device_type(name: str) -> bool:
-    try:
-        torch.device(name)
-    except RuntimeError:
-        return False
-    return True
+    # not by torch.device(name), whose error Dynamo does not survive
+    return name.partition(":")[0] in _DEVICE_TYPES
 
 
 def _checked(choice: str | Recipe | torch.dtype) -> torch.dtype | None:
