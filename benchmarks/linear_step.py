@@ -1,4 +1,4 @@
-"""What a linear layer's forward and backward pass costs in each recipe, beside FP32 and torchao.
+"""What a linear layer's forward and backward pass costs in each recipe, beside FP32 and others.
 
     python benchmarks/linear_step.py                one size, every recipe, a table
     python benchmarks/linear_step.py --check        the bars; exits with 1 when one is missed
@@ -7,18 +7,21 @@
 All contenders run in one process, in turns; a figure is the median over the rounds of the ratio
 to FP32 within a round, and with --processes the best process counts. Errors are signal to
 quantisation noise ratios of output, grad_input and grad_weight, against float64. The peer is
-torchao's emulation.
+torchao's emulation; for 16 bits, torch.autocast(bfloat16), whose own 16-bit products are slow on a
+CPU without units for them, so that it is timed in three rounds only.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import logging
 import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -27,13 +30,23 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import mixprec
+from mixprec import amp
 from mixprec.measure import interleaved, sqnr_db
+from mixprec.recipes import NARROW
 
-BARS = {"fp8_tensorwise": 1.20, "fp8_delayed": 1.20, "fp8_rowwise": 1.40}
+BARS = {
+    "fp8_tensorwise": 1.20,
+    "fp8_delayed": 1.20,
+    "fp8_rowwise": 1.40,
+    "bf16 region": 1.35,
+    "fp16 region": 1.35,
+}
 PEERS = {"fp8_tensorwise": "tensorwise", "fp8_delayed": "tensorwise", "fp8_rowwise": "rowwise"}
 SIZES = ("1024,1024,1024", "64,9216,128", "256,192,576")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+SLOW_ROUNDS = 3
 Step = Callable[[], tuple[Tensor, Tensor, Tensor]]
+Region = Callable[[], AbstractContextManager[object]]
 
 
 def _layer(columns: int, rows: int, dtype: torch.dtype) -> nn.Linear:
@@ -41,9 +54,11 @@ def _layer(columns: int, rows: int, dtype: torch.dtype) -> nn.Linear:
     return nn.Linear(columns, rows).to(dtype)
 
 
-def _step(layer: nn.Module, x: Tensor, gradient: Tensor) -> Step:
+def _step(
+    layer: nn.Module, x: Tensor, gradient: Tensor, forward: Callable[[Tensor], Tensor] | None = None
+) -> Step:
     def step() -> tuple[Tensor, Tensor, Tensor]:
-        out = layer(x)
+        out = (forward or layer)(x)
         out.backward(gradient)
         found = (out.detach(), x.grad, layer.weight.grad)
         x.grad = None
@@ -51,6 +66,35 @@ def _step(layer: nn.Module, x: Tensor, gradient: Tensor) -> Step:
         return found
 
     return step
+
+
+def _region_step(region: Region, layer: nn.Module, x: Tensor, gradient: Tensor) -> Step:
+    """A step as users write it: forward in a region of 16 bits, backward outside."""
+
+    def forward(inputs: Tensor) -> Tensor:
+        with region():
+            return layer(inputs)
+
+    return _step(layer, x, gradient, forward)
+
+
+def _regions(sizes: tuple[int, int, int], x: Tensor, gradient: Tensor) -> dict[str, Step]:
+    return {
+        f"{name} region": _region_step(
+            functools.partial(amp.autocast, name),
+            _layer(sizes[1], sizes[2], torch.float32),
+            x.float().detach().requires_grad_(),
+            gradient.to(dtype),
+        )
+        for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16))
+    }
+
+
+def _slow_peers(sizes: tuple[int, int, int], x: Tensor, gradient: Tensor) -> dict[str, Step]:
+    region = functools.partial(torch.autocast, "cpu", dtype=torch.bfloat16)
+    layer = _layer(sizes[1], sizes[2], torch.float32)
+    inputs = x.float().detach().requires_grad_()
+    return {"torch.autocast bf16": _region_step(region, layer, inputs, gradient.bfloat16())}
 
 
 def _peers(sizes: tuple[int, int, int], x: Tensor, gradient: Tensor) -> dict[str, Step]:
@@ -80,7 +124,8 @@ def measure(sizes: tuple[int, int, int], dtype: torch.dtype, rounds: int) -> dic
     steps = {"fp32": _step(base, x.clone().requires_grad_(), gradient)}
     own_x, own_gradient = x.to(dtype).requires_grad_(), gradient.to(dtype)
     for name, recipe in mixprec.RECIPES.items():
-        if not recipe.is_high_precision:
+        # those with narrow parameters multiply like the one that they are a variant of
+        if not recipe.is_high_precision and recipe.parameters not in NARROW:
             layer = _layer(sizes[1], sizes[2], dtype)
             mixprec.convert(layer, recipe)
             steps[name] = _step(layer, own_x, own_gradient)
@@ -88,24 +133,28 @@ def measure(sizes: tuple[int, int, int], dtype: torch.dtype, rounds: int) -> dic
             # more than the optimizer's step is
             steps[name]()
             mixprec.sync_scales(layer)
-    steps |= _peers(sizes, own_x, own_gradient)
+    steps |= _regions(sizes, x, gradient) | _peers(sizes, own_x, own_gradient)
+    slow = _slow_peers(sizes, x, gradient)
     exact_layer = _layer(sizes[1], sizes[2], dtype).double()
     exact = _step(exact_layer, own_x.detach().double().requires_grad_(), own_gradient.double())()
     errors = {
         name: [sqnr_db(reference, approx) for reference, approx in zip(exact, step(), strict=True)]
-        for name, step in steps.items()
+        for name, step in (steps | slow).items()
     }
     timing = interleaved(steps, rounds)
+    slow_timing = interleaved({"fp32": steps["fp32"]} | slow, SLOW_ROUNDS)
+    ratios = {**slow_timing.ratios, **timing.ratios}
+    seconds = {**slow_timing.seconds, **timing.seconds}
     return {
         "sizes": sizes,
         "dtype": str(dtype).removeprefix("torch."),
         "contenders": {
             name: {
-                "ratio": timing.ratios[name],
-                "milliseconds": 1e3 * timing.seconds[name],
+                "ratio": ratios[name],
+                "milliseconds": 1e3 * seconds[name],
                 "sqnr_db": errors[name],
             }
-            for name in steps
+            for name in steps | slow
         },
     }
 
