@@ -16,8 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mixprec.formats import FORMATS, FloatFormat
+from mixprec.gemm import GemmSpec
 from mixprec.quantization import QuantSpec
-from mixprec.recipes import RECIPES
+from mixprec.recipes import NARROW, PRODUCTS, RECIPES, Recipe
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "docs" / "design.md", ROOT / "docs" / "numerics.md"]
@@ -68,18 +69,30 @@ def operand(spec: QuantSpec | None) -> str:
     return " ".join(words)
 
 
+def product(gemm: GemmSpec) -> str:
+    """One product in words: its operands, and what the result is rounded to."""
+    a, b = operand(gemm.a), operand(gemm.b)
+    words = f"{a} both" if a == b else f"{a}; {b}"
+    return words if gemm.out is None else f"{words}, result {operand(gemm.out)}"
+
+
+def around(recipe: Recipe) -> list[str]:
+    """What a recipe does outside the products: base, loss scale, parameters, updates."""
+    scale = f", {recipe.loss_scale} loss scale" if recipe.loss_scale else ""
+    update = "" if recipe.parameters not in NARROW else f", {recipe.update} updates"
+    return [f"{recipe.base}{scale}", f"{recipe.parameters}{update}"]
+
+
 def recipes_table() -> list[str]:
-    """One row a recipe: the operands of its three products."""
+    """One row a recipe: its base, its parameters, and the operands of its three products."""
     lines = [
-        "| recipe | output: x, w | grad_input: g, w | grad_weight: g, x |",
-        "|---|---|---|---|",
+        "| recipe | base | parameters | output: x, w | grad_input: g, w | grad_weight: g, x |",
+        "|---|---|---|---|---|---|",
     ]
     for name, recipe in RECIPES.items():
-        cells = [f"`{name}`"]
-        for product in (recipe.output, recipe.grad_input, recipe.grad_weight):
-            a, b = operand(product.a), operand(product.b)
-            cells.append(f"{a} both" if a == b else f"{a}; {b}")
-        lines.append(f"| {' | '.join(cells)} |")
+        first, *rest = (product(getattr(recipe, part)) for part in PRODUCTS)
+        products = [first, *("the same" if text == first else text for text in rest)]
+        lines.append(f"| {' | '.join([f'`{name}`', *around(recipe), *products])} |")
     return lines
 
 
@@ -100,29 +113,10 @@ def modules_table() -> list[str]:
     return [*lines, "```"]
 
 
-def packages_table() -> list[str]:
-    """The modules directly in the package, and of each folder the names of what is in it."""
-    rows: list[tuple[str, str, list[str]]] = [
-        (path.name, summary(path), [])
-        for path in PACKAGE.glob("*.py")
-        if path.name != "__init__.py"
-    ]
-    for folder in (path.parent for path in PACKAGE.glob("*/__init__.py")):
-        files = [path.relative_to(folder).with_suffix("") for path in folder.rglob("[!_]*.py")]
-        rows.append((f"{folder.name}/", summary(folder / "__init__.py"), sorted(map(str, files))))
-    lines = []
-    for name, text, inside in sorted(rows):
-        lines.append(f"{name:<16} {text}")
-        if inside:
-            lines.append(f"{'':<16}   {', '.join(inside)}")
-    return ["```", *lines, "```"]
-
-
 TABLES: dict[str, Callable[[], list[str]]] = {
     "formats": formats_table,
     "recipes": recipes_table,
     "modules": modules_table,
-    "packages": packages_table,
 }
 
 
