@@ -56,7 +56,7 @@ def initialize(
         models: One or a list, on any device, in FP32.
         optimizers: One, a list, or None, made from the models' parameters; wrapped at O2 and O3,
             so use what is returned.
-        enabled: False returns the arguments as they are.
+        enabled: False returns the arguments as they are; ``scale_loss`` takes them too.
         opt_level: O0 to O3, as in the module's table.
         keep_batchnorm_fp32: Of O2 and O3, in place of the level's; "True" and "False" are taken.
         master_weights: FP32 masters at O2 and O3, in place of the level's.
@@ -68,22 +68,24 @@ def initialize(
         max_loss_scale: Its ceiling.
 
     Returns:
-        (models, optimizers), each as one or a list, as it was given; models alone without
-        optimizers.
+        (models, optimizers), each as one, a list or a tuple, as it was given; models alone
+        without optimizers.
 
     Raises:
         ValueError: An unknown level, an option the level has no place for, a model that is not in
             FP32 or was initialised before.
     """
+    model_list, optimizer_list = _as_list(models), _as_list(optimizers)
     if not enabled:
+        _SCALERS.update(dict.fromkeys(optimizer_list, [GradScaler(enabled=False)] * num_losses))
         return models if optimizers is None else (models, optimizers)
     recipe = _level(opt_level, keep_batchnorm_fp32, master_weights, loss_scale)
-    model_list, optimizer_list = _as_list(models), _as_list(optimizers)
     for model in model_list:
         _check_model(model)
     wrapped = [with_update(optimizer, recipe) for optimizer in optimizer_list]
     floor = 1.0 if min_loss_scale is None else min_loss_scale
-    options = {"min_scale": floor, "max_scale": max_loss_scale}
+    start = min(max(2.0**16, floor), max_loss_scale)
+    options = {"init_scale": start, "min_scale": floor, "max_scale": max_loss_scale}
     scalers = [scaler_for(recipe, **options) for _ in range(num_losses)]
     for model in model_list:
         cast_parameters(model, recipe)
@@ -92,8 +94,10 @@ def initialize(
         _SCALERS[optimizer] = scalers
     if verbosity:
         print(f"mixprec: {opt_level}: {_summary(recipe)}", file=sys.stderr)
-    shaped: Any = wrapped if isinstance(optimizers, list) else next(iter(wrapped), None)
-    return models if optimizers is None else (models, shaped)
+    if optimizers is None:
+        return models
+    kind: Any = type(optimizers)
+    return models, kind(wrapped) if isinstance(optimizers, list | tuple) else wrapped[0]
 
 
 @contextmanager
@@ -106,14 +110,17 @@ def scale_loss(
 ) -> Iterator[Tensor]:
     """``with scale_loss(loss, optimizer) as scaled: scaled.backward()``, then ``optimizer.step()``.
 
-    On leaving, the gradients are unscaled and the scale is updated; after an overflow they are
-    dropped and the next call of each optimizer's ``step`` does nothing.
+    On leaving, the gradients are unscaled and added to those that were there, and the scale is
+    updated; after an overflow they are dropped and the next call of each optimizer's ``step`` does
+    nothing.
 
     Args:
         loss: A scalar, in any floating-point type; it is scaled in float32.
         optimizers: Those whose parameters it reaches, as ``initialize`` returned them.
         loss_id: Which of ``num_losses`` scales.
-        delay_unscale: For all but the last backward pass of an accumulation window.
+        delay_unscale: For all but the last backward pass of an accumulation window, in which the
+            scale does not change and an overflow anywhere drops the whole. (The gradients are
+            unscaled at once nevertheless, so that those of several losses add up.)
 
     Yields:
         loss * scale.
@@ -123,26 +130,33 @@ def scale_loss(
     """
     chosen = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
     scaler = _scaler(chosen, loss_id)
-    # gradients of other losses are unscaled already
-    earlier = {} if scaler._window_open else _take_gradients(chosen)
-    yield scaler.scale(loss.float())
-    if delay_unscale or not scaler.is_enabled():
-        _add_gradients(earlier)
+    if not scaler.is_enabled():
+        yield loss.float()
         return
-    found = []
-    for optimizer in chosen:
-        if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
-            scaler.unscale_(optimizer)
-            found.append(optimizer)
-    overflowed = any(bool(flag) for o in found for flag in scaler._found_inf_per_device(o).values())
-    if overflowed:
-        for optimizer in chosen:
+    earlier = _take_gradients(chosen)
+    yield scaler.scale(loss.float())
+    found = [optimizer for optimizer in chosen if _has_gradient(optimizer)]
+    for optimizer in found:
+        scaler.unscale_(optimizer)
+        # the next pass of the window unscales again; what was found counts until update()
+        scaler._forget(optimizer)
+    _add_gradients(earlier)
+    if not delay_unscale:
+        _end_window(scaler, chosen)
+
+
+def _end_window(scaler: GradScaler, optimizers: list[Optimizer]) -> None:
+    """Move the scale, and after an overflow drop gradients and the next steps."""
+    if not scaler._checks_of_skipped:
+        # no gradient at all: nothing happened
+        return
+    if any(bool(flag) for flag in scaler._checks_of_skipped):
+        for optimizer in optimizers:
             scaler.skip(optimizer)
             _skip_next_step(optimizer)
-    else:
-        _add_gradients(earlier)
-    if found:
-        scaler.update()
+    # what update() asks for before it moves the scale
+    scaler._window_open, scaler._skip_asked = False, True
+    scaler.update()
 
 
 def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -291,6 +305,10 @@ def _summary(recipe: Recipe) -> str:
     )
 
 
+def _has_gradient(optimizer: Optimizer) -> bool:
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+
+
 def _take_gradients(optimizers: Iterable[Optimizer]) -> dict[Tensor, Tensor]:
     """The gradients of the optimizers' parameters, which have none afterwards."""
     taken = {}
@@ -308,13 +326,24 @@ def _add_gradients(earlier: dict[Tensor, Tensor]) -> None:
         parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
 
+class _SkippedStep:
+    """In place of an optimizer's ``step`` for one call, which does nothing."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+        self.own = vars(optimizer).get("step")
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        if self.own is None:
+            del self.optimizer.step
+        else:
+            self.optimizer.step = self.own
+        # a scheduler of either warns if it steps before the optimizer was called; it was
+        inner = getattr(self.optimizer, "inner", self.optimizer)
+        self.optimizer._opt_called = inner._opt_called = True
+
+
 def _skip_next_step(optimizer: Any) -> None:
     """Let one call of ``optimizer.step`` do nothing, as code written for apex expects."""
-    own = vars(optimizer).get("step")
-
-    def skipped(*args: Any, **kwargs: Any) -> None:
-        del optimizer.step
-        if own is not None:
-            optimizer.step = own
-
-    optimizer.step = skipped
+    if not isinstance(vars(optimizer).get("step"), _SkippedStep):
+        optimizer.step = _SkippedStep(optimizer)
