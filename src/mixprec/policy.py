@@ -35,7 +35,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 FOLLOWS = "follows its inputs"
 
 _LOW_EVERYWHERE = """conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d
-    conv_transpose3d convolution _convolution prelu addmm addbmm baddbmm bmm mm matmul linear
+    conv_transpose3d convolution _convolution prelu addmm addbmm baddbmm bmm mm matmul __rmatmul__
+    matrix_power linalg_matrix_power linalg_matmul chain_matmul linalg_multi_dot einsum linear
     linalg_vecdot lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
     scaled_dot_product_attention"""
 _LOSSES = """nll_loss nll_loss2d nll_loss_nd cross_entropy_loss ctc_loss kl_div l1_loss
@@ -56,8 +57,7 @@ POLICIES: Mapping[str, Mapping[str, Rule]] = MappingProxyType(
     {
         "cuda": _table(
             {
-                "16-bit": f"""{_LOW_EVERYWHERE} addmv addr einsum mv chain_matmul linalg_multi_dot
-                    linalg_matmul""",
+                "16-bit": f"""{_LOW_EVERYWHERE} addmv addr mv""",
                 "fp32": f"""{_LOSSES} {_FOURIER} acos arccos asin arcsin cosh erfinv exp expm1
                     log log10 log2 log1p reciprocal rsqrt sinh tan pow softplus __rpow__
                     __rdiv__ layer_norm native_layer_norm rms_norm group_norm norm
@@ -77,7 +77,7 @@ POLICIES: Mapping[str, Mapping[str, Rule]] = MappingProxyType(
         ),
         "torch_cpu": _table(
             {
-                "16-bit": f"{_LOW_EVERYWHERE} _addmm_activation",
+                "16-bit": f"{_LOW_EVERYWHERE} _addmm_activation tensordot",
                 "fp32": f"""{_LOSSES} {_FOURIER} binary_cross_entropy adaptive_avg_pool3d
                     adaptive_max_pool3d avg_pool3d max_pool3d fractional_max_pool2d
                     fractional_max_pool3d max_unpool2d max_unpool3d reflection_pad1d
@@ -129,7 +129,7 @@ def uncompiled(function: F) -> F:
     """
     frames = torch._C._dynamo.eval_frame
     skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
-    frames.set_code_exec_strategy(function.__code__, skip)  # type: ignore[attr-defined]
+    frames.set_code_exec_strategy(function.__code__, skip)
     return function
 
 
