@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from amp.leveled import LEVELS, backward, leveled, weighted
 from torch import nn
 from torch.optim import SGD
 
+from amp.leveled import LEVELS, backward, leveled, weighted
 from mixprec.amp import initialize, loss_scalers, scale_loss
 
 SINGLE = torch.float32

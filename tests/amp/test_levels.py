@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from amp.leveled import LEVELS, backward, leveled, weighted
 from torch import Tensor, nn
 from torch.optim import SGD, Adam
 
+from amp.leveled import LEVELS, backward, leveled, weighted
 from mixprec.amp import initialize, master_params
 from mixprec.optim import MixedPrecision
 from mixprec.policy import innermost_region
