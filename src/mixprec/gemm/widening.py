@@ -38,9 +38,7 @@ def mapped(value: Any, change: Callable[[Tensor], Tensor], dtypes: tuple[torch.d
         return change(value) if value.dtype in dtypes else value
     if isinstance(value, tuple | list):
         items = [mapped(item, change, dtypes) for item in value]
-        if isinstance(value, list):
-            return items
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict):
         return {key: mapped(item, change, dtypes) for key, item in value.items()}
     return value
