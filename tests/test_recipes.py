@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
 from dataclasses import FrozenInstanceError, replace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from mixprec import FORMATS, RECIPES, FloatFormat, GemmSpec, QuantSpec, Recipe
-from mixprec.recipes import OPERANDS, RECIPE_ALIASES, get_recipe, operands
+from mixprec.recipes import OPERANDS, PRODUCTS, RECIPE_ALIASES, get_recipe, operands
 
 E4M3, E5M2, TF32 = FORMATS["e4m3"], FORMATS["e5m2"], FORMATS["tf32"]
 TENSOR, GRADIENT = QuantSpec(format=E4M3), QuantSpec(format=E5M2)
@@ -18,9 +19,18 @@ DELAYED_GRADIENT = QuantSpec(format=E5M2, amax_history_len=16)
 ROW = QuantSpec(format=E4M3, block=(1, -1), scale_rule="pow2")
 WHOLE = QuantSpec(format=E4M3, block=(-1, -1), scale_rule="pow2")
 ROUNDED = QuantSpec(format=TF32, scale_rule="none")
+# overflow reaches infinity, where a loss scaler sees it
+BF16, FP16 = (
+    QuantSpec(format=FORMATS[name], scale_rule="none", saturate=False) for name in ("bf16", "fp16")
+)
 
 DEFINED = {
+    "fp64": (None,) * 6,
     "fp32": (None,) * 6,
+    "bf16": (BF16,) * 6,
+    "fp16": (FP16,) * 6,
+    "bf16_pure": (BF16,) * 6,
+    "fp16_pure": (FP16,) * 6,
     "tf32": (ROUNDED,) * 6,
     "fp8_tensorwise": (TENSOR, TENSOR, GRADIENT, TENSOR, GRADIENT, TENSOR),
     "fp8_delayed": (DELAYED, DELAYED, DELAYED_GRADIENT, DELAYED, DELAYED_GRADIENT, DELAYED),
@@ -37,6 +47,12 @@ def table(toml: str) -> dict[str, Any]:
 def test_six_operands_are_those_of_the_definition(name: str) -> None:
     assert RECIPES[name].specs == DEFINED[name]
     assert operands(RECIPES[name]) == dict(zip(OPERANDS, DEFINED[name], strict=True))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_results_are_rounded_where_the_definition_says(name: str) -> None:
+    want = {"bf16": BF16, "fp16": FP16, "bf16_pure": BF16, "fp16_pure": FP16}.get(name)
+    assert [getattr(RECIPES[name], product).out for product in PRODUCTS] == [want] * 3
 
 
 def test_table_has_every_recipe_of_this_stage() -> None:
@@ -59,7 +75,7 @@ def test_operands_are_named_by_product_and_side() -> None:
 def test_only_native_recipes_are_high_precision(name: str) -> None:
     recipe = RECIPES[name]
     assert recipe.is_high_precision == all(spec is None for spec in recipe.specs)
-    assert recipe.is_high_precision == (name == "fp32") or name not in DEFINED
+    assert recipe.is_high_precision == (name in ("fp32", "fp64"))
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=str)
@@ -172,7 +188,7 @@ def test_value_is_its_own_recipe() -> None:
         ("fp8_tensorwize", "did you mean fp8_tensorwise"),
         ("rowwice", "did you mean .*rowwise"),
         ("fp8-delayed", "did you mean fp8_delayed"),
-        ("zebra", "no.* is near it; choose from fp32, tf32, fp8_tensorwise"),
+        ("zebra", "no.* is near it; choose from fp64, fp32, tf32, bf16, fp16"),
     ],
 )
 def test_unknown_name_is_answered_with_near_ones(name: str, near: str) -> None:
@@ -190,9 +206,31 @@ def test_neither_name_nor_recipe(value: object) -> None:
     ("data", "match"),
     [
         ({"outputs": {}}, r"recipe: got unknown key 'outputs'; did you mean output\?"),
-        ({"zebra": 1}, r"recipe: got unknown key 'zebra'; choose from output, grad_input"),
-        ({"output": {"c": {}}}, r"output: got unknown key 'c'; choose from a, b"),
-        ({"output": "e4m3"}, r"output: got 'e4m3'; must be a table with a and b"),
+        ({"zebra": 1}, r"recipe: got unknown key 'zebra'; choose from variant_of, output"),
+        ({"output": {"c": {}}}, r"output: got unknown key 'c'; choose from a, b, out"),
+        ({"output": "e4m3"}, r"output: got 'e4m3'; must be a table with a, b and out"),
+        ({"output": {"out": {"format": "e4m3"}}}, r"output\.out: got QuantSpec.*without a scale"),
+        ({"grad_input": {"out": {"rounding": "up"}}}, r"grad_input\.out: got no format"),
+        (
+            {"variant_of": "bf16", "output": {"a": {"saturate": "no"}}},
+            r"output\.a\.saturate: got 'no'; must be True or False",
+        ),
+        (
+            {"variant_of": "rowwise", "output": {"a": {"saturate": False}}},
+            r"output\.a\.saturate: got False with format e4m3, scale_rule 'pow2'",
+        ),
+        ({"base": "fp8"}, r"base: got 'fp8'; must be one of fp64, fp32, bf16, fp16"),
+        ({"base": "none"}, r"base: got None; must be one of"),
+        ({"parameters": "tf32"}, r"parameters: got 'tf32'; must be one of fp64, fp32, bf16, fp16"),
+        ({"update": "kahan"}, r"update: got 'kahan'; must be one of plain, masters, stochastic"),
+        ({"update": "masters"}, r"update: got 'masters' with parameters fp32; only parameters"),
+        ({"keep_batchnorm_fp32": "no"}, r"keep_batchnorm_fp32: got 'no'; must be True or False"),
+        *(
+            ({"loss_scale": value}, r"loss_scale: got .*; must be 'dynamic', a finite number above")
+            for value in (0, -1.0, True, math.inf, math.nan, "static", [1.0])
+        ),
+        ({"name": "bf16"}, r"name: got 'bf16'; that name has another definition"),
+        ({"variant_of": "fp16", "name": "O2"}, r"name: got 'O2'; that name has another"),
         ({"output": {"a": "e4m3"}}, r"output\.a: got 'e4m3'; must be a table or 'none'"),
         ({"output": {"a": {"formt": "e4m3"}}}, r"output\.a: got unknown key 'formt'; did you mean"),
         ({"output": {"a": {"format": "e4m9"}}}, r"format: got 'e4m9'; unknown, did you mean"),
@@ -248,3 +286,34 @@ def test_recipes_are_values() -> None:
 def test_product_takes_specs_only() -> None:
     with pytest.raises(TypeError, match=r"b: got FloatFormat; must be a QuantSpec or None"):
         GemmSpec(a=ROW, b=E4M3)  # type: ignore[arg-type]
+
+
+def test_result_takes_a_spec_without_scale_and_noise() -> None:
+    with pytest.raises(TypeError, match=r"out: got FloatFormat; must be a QuantSpec or None"):
+        GemmSpec(out=FORMATS["bf16"])  # type: ignore[arg-type]
+    for wrong in (TENSOR, replace(BF16, saturate=True, rounding="stochastic")):
+        with pytest.raises(ValueError, match=r"out: got .*; a result is rounded to nearest"):
+            GemmSpec(out=wrong)
+
+
+def test_overflow_to_infinity_is_for_unscaled_values_with_infinities() -> None:
+    e4m3 = replace(TENSOR, scale_rule="none")
+    for spec, fields in (
+        (TENSOR, {}),
+        (e4m3, {}),
+        (BF16, {"rounding": "stochastic"}),
+        (DELAYED_GRADIENT, {}),
+    ):
+        with pytest.raises(ValueError, match=r"saturate: got False with format"):
+            replace(spec, saturate=False, **fields)
+    assert not replace(e4m3, format=E5M2, saturate=False).saturate
+
+
+def test_result_of_a_product_from_plain_values() -> None:
+    data = table('variant_of = "tensorwise"\noutput.out.format = "bf16"')
+    recipe = Recipe.from_dict(data)
+    assert recipe.output == GemmSpec(a=TENSOR, b=TENSOR, out=replace(BF16, saturate=True))
+    assert recipe.grad_input == RECIPES["fp8_tensorwise"].grad_input
+    assert Recipe.from_dict(recipe.to_dict()) == recipe
+    data = table('variant_of = "bf16"\noutput.out = "none"')
+    assert Recipe.from_dict(data).output == GemmSpec(a=BF16, b=BF16)

@@ -74,6 +74,8 @@ class QuantSpec:
                 f"amax_history_len: got {self.amax_history_len!r}; must be at least 0, a whole "
                 "number; use 0 for a scale from the data at hand"
             )
+        if not isinstance(self.saturate, bool):
+            raise ValueError(f"saturate: got {self.saturate!r}; must be True or False; choose one")
         self._check_scale()
 
     def _check_scale(self) -> None:

@@ -89,6 +89,11 @@ class Recipe:
                 f"update: got {self.update!r} with parameters {self.parameters}; only parameters "
                 "of 16 bits need it; use parameters='bf16' or update='plain'"
             )
+        if not isinstance(self.keep_batchnorm_fp32, bool):
+            raise ValueError(
+                f"keep_batchnorm_fp32: got {self.keep_batchnorm_fp32!r}; must be True or False; "
+                "choose one"
+            )
         if not _is_loss_scale(self.loss_scale):
             raise ValueError(
                 f"loss_scale: got {self.loss_scale!r}; must be 'dynamic', a finite number above 0 "
@@ -286,8 +291,13 @@ RECIPE_ALIASES: Mapping[str, str] = MappingProxyType(
 
 
 def with_base(recipe: Recipe, base: Base) -> Recipe:
-    """The recipe on another base, with the loss scale that the base needs."""
-    return replace(recipe, base=base, loss_scale=RECIPES[base].loss_scale)
+    """The recipe on another base, with the loss scale that the base needs.
+
+    Raises:
+        ValueError: Another base.
+    """
+    scale = RECIPES[base].loss_scale if base in get_args(Base) else None
+    return replace(recipe, base=base, loss_scale=scale)
 
 
 OPT_LEVELS: Mapping[str, Recipe] = MappingProxyType(

@@ -35,13 +35,18 @@ def check_keys(where: str, values: Mapping[str, Any], known: list[str]) -> None:
 def gemm_from(where: str, value: Any, base: GemmSpec) -> GemmSpec:
     """A product from a table of its operands, as far as it differs from another product."""
     if not isinstance(value, Mapping):
-        raise ValueError(f"{where}: got {value!r}; must be a table with a and b; write {where}.a")
+        raise ValueError(
+            f"{where}: got {value!r}; must be a table with a, b and out; write {where}.a"
+        )
     check_keys(where, value, ["a", "b", "out"])
     changes = {
         side: _spec_from(f"{where}.{side}", entry, getattr(base, side))
         for side, entry in value.items()
     }
-    return replace(base, **changes)
+    try:
+        return replace(base, **changes)
+    except ValueError as error:
+        raise ValueError(f"{where}.{error}") from error
 
 
 def _spec_from(where: str, value: Any, base: QuantSpec | None) -> QuantSpec | None:
