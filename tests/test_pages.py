@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mixprec.pages.comparison import render
+from mixprec.pages.comparison import _powers_of_two, render
 
 RESULT: dict[str, Any] = {
     "model": "mnist_cnn",
@@ -115,6 +115,67 @@ def test_curves_are_drawn_from_the_result(text: str) -> None:
     assert [trace["name"] for trace in traces] == ["fp32", "fp8_tensorwise"]
     for trace, run in zip(traces, RESULT["runs"], strict=True):
         assert (trace["x"], trace["y"]) == (run["curve"]["step"], run["curve"]["loss"])
+
+
+SCALES = [65536.0, 32768.0, 16384.0]
+
+
+def with_scales() -> dict[str, Any]:
+    """The second run lost its first two steps to overflows."""
+    result = copy.deepcopy(RESULT)
+    first, second = result["runs"]
+    first |= {"loss_scale": None, "skipped": 0, "scale_curve": None}
+    curve = {"step": [1, 2, 3], "loss_scale": SCALES, "skipped": [1, 2]}
+    second |= {"loss_scale": 16384.0, "skipped": 2, "scale_curve": curve}
+    return result
+
+
+def test_loss_scale_is_drawn_with_its_skipped_steps() -> None:
+    text = render(with_scales())
+    drawn = re.findall(r'Plotly\.newPlot\(\s*"scales",\s*(\[.*?\}\]),\s*\{', text, re.DOTALL)
+    (line, marks) = json.loads(drawn[0])
+    assert (line["name"], line["x"], line["y"]) == ("fp8_tensorwise", [1, 2, 3], SCALES)
+    assert (marks["name"], marks["x"], marks["y"]) == (
+        "fp8_tensorwise: skipped",
+        [1, 2],
+        SCALES[:2],
+    )
+    assert [tick in text for tick in ('"65,536"', '"32,768"', '"16,384"')] == [True] * 3
+    assert Page(text).addresses == []
+
+
+def test_loss_scale_and_skipped_steps_are_cells_of_runs_that_have_them() -> None:
+    head, *rows = Page(render(with_scales())).rows
+    cells = [dict(zip(head, row, strict=True)) for row in rows]
+    found = [(row["last loss scale"], row["skipped steps"]) for row in cells]
+    assert found == [("", ""), ("1.638e+04", "2")]
+
+
+@pytest.mark.parametrize("scale_curve", [None, {"step": [], "loss_scale": [], "skipped": []}])
+def test_runs_without_a_loss_scale_have_no_figure_of_it(scale_curve: Any) -> None:
+    result = copy.deepcopy(RESULT)
+    for run in result["runs"]:
+        run |= {"loss_scale": None, "skipped": 0, "scale_curve": scale_curve}
+    text = render(result)
+    assert 'newPlot( "scales"' not in " ".join(text.split())
+    assert "skipped steps" not in text
+
+
+@pytest.mark.parametrize(
+    ("values", "shown"),
+    [
+        ([1.0], ["0.5", "1", "2"]),
+        ([2.0**40, 2.0**41], ["2^39", "2^40", "2^41", "2^42"]),
+        ([3.0], ["1", "2", "4", "8"]),
+    ],
+)
+def test_ticks_are_powers_of_two(values: list[float], shown: list[str]) -> None:
+    assert _powers_of_two(values)["ticktext"] == shown
+
+
+def test_ticks_stay_few() -> None:
+    ticks = _powers_of_two([1.0, 2.0**24])["tickvals"]
+    assert 4 <= len(ticks) <= 10
 
 
 def test_names_are_escaped() -> None:

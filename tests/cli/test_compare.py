@@ -11,6 +11,8 @@ import pytest
 from train.conftest import write_idx_folder
 
 from mixprec.cli import compare as command
+from mixprec.train import compare as comparison
+from mixprec.train.config import load
 from mixprec.train.trainer import NonFiniteError, Trainer
 
 
@@ -58,6 +60,8 @@ def test_json_and_the_folder(cli: Callable, config: Path, tmp_path: Path) -> Non
         (["--steps", "0"], "train.steps: got 0"),
         (["--seeds", "0"], "seeds: got 0"),
         (["--device", "tpu"], "train.device: got 'tpu'"),
+        (["--base", "int8"], "base: got 'int8'; input should be 'fp32', 'bf16' or 'fp16'"),
+        (["--base", ""], "base: got ''; input should be"),
     ],
 )
 def test_wrong_input_is_one_line_and_code_2(
@@ -67,6 +71,71 @@ def test_wrong_input_is_one_line_and_code_2(
     assert (code, out) == (2, "")
     assert line in err
     assert len(err.strip().splitlines()) == 1
+
+
+def test_loss_scale_and_skipped_steps_are_said_below_the_table(
+    cli: Callable, config: Path, tmp_path: Path
+) -> None:
+    hot = tmp_path / "hot.toml"
+    # at 2**30 the first gradients overflow FP16
+    hot.write_text(config.read_text() + "[scaler]\ninit_scale = 1073741824.0\n")
+    words = ["--recipes", "fp32,fp16", "--steps", "2", "--out", str(tmp_path / "out")]
+    code, out, _ = cli("compare", str(hot), *words)
+    assert code == 0
+    said = [line for line in out.splitlines() if "loss scale" in line]
+    scale = 2**30 // 4
+    assert said == [f"fp16: loss scale {scale:g} after the last step, 2 steps skipped"]
+    fp32, fp16 = json.loads((tmp_path / "out" / "result.json").read_text())["runs"]
+    assert (fp32["loss_scale"], fp32["skipped"], fp32["scale_curve"]) == (None, 0, None)
+    expected = {"step": [1, 2], "loss_scale": [2.0**30, 2.0**29], "skipped": [1, 2]}
+    assert fp16["scale_curve"] == expected
+    assert "fp16: skipped" in (tmp_path / "out" / "compare.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("skipped", "seeds", "end"),
+    [(1, [1], "1 step skipped"), (0, [1, 2], "0 steps skipped (seed 2)")],
+)
+def test_line_of_a_loss_scale(skipped: int, seeds: list[int], end: str) -> None:
+    run = {"recipe": "fp16", "loss_scale": 65536.0, "skipped": skipped}
+    expected = f"fp16: loss scale 65536 after the last step, {end}"
+    assert command._scale_line(run, seeds) == expected
+
+
+def test_base_holds_in_every_recipe(cli: Callable, config: Path) -> None:
+    words = ["--recipes", "fp32,fp8_rowwise", "--steps", "1", "--base", "bf16", "--json"]
+    code, out, _ = cli("compare", str(config), *words)
+    assert code == 0
+    runs = json.loads(out)["runs"]
+    assert [run["recipe"] for run in runs] == ["fp32 on bf16", "fp8_rowwise on bf16"]
+
+
+@pytest.mark.parametrize(
+    ("recipes", "note"),
+    [
+        ("fp32,O1", "fp16: named by AMPLITE_LEVEL=O1"),
+        ("fp32", "AMPLITE_LEVEL=O1 has no effect: the list of recipes says what to compare"),
+    ],
+)
+def test_level_of_the_environment_is_echoed(
+    cli: Callable, config: Path, monkeypatch: pytest.MonkeyPatch, recipes: str, note: str
+) -> None:
+    monkeypatch.setenv("AMPLITE_LEVEL", "O1")
+    code, out, _ = cli("compare", str(config), "--recipes", recipes, "--steps", "1")
+    assert code == 0
+    assert note in out.splitlines()
+
+
+def test_level_of_the_environment_joins_the_recipes(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AMPLITE_LEVEL", "O2")
+    assert "O2" in comparison._chosen(load(config), None)
+    own = tuple(comparison._chosen(load(config, ["recipe=tf32"]), None))
+    assert own == (*comparison.DEFAULT_RECIPES, "tf32")
+    assert comparison._configuration(None, None, None, None).recipe == "O2"
+    (note,) = comparison._level_notes(load(config, ["recipe=tf32"]), own)
+    assert note == "AMPLITE_LEVEL=O2 has no effect: the configuration says what to compare"
 
 
 def test_cells() -> None:

@@ -54,6 +54,66 @@ def test_json_is_one_document_on_standard_output(cli: Callable, config: Path) ->
     assert "epoch 1 step 7 loss" in err
 
 
+def test_base_goes_over_the_file(cli: Callable, config: Path) -> None:
+    words = ["--set", "recipe=rowwise", "--set", "base=fp16", "--base", "bf16", "--json"]
+    code, out, err = cli("train", str(config), *words, "--set", "train.steps=1")
+    assert code == 0
+    assert "recipe fp8_rowwise on bf16 (configuration)" in err
+    result = json.loads(out)
+    assert (result["recipe"], result["base"]) == ("fp8_rowwise on bf16", "bf16")
+
+
+def test_loss_scale_is_in_the_lines_and_the_metrics(cli: Callable, config: Path) -> None:
+    # at 2**30 the first gradients overflow FP16
+    hot = ["--set", "recipe=fp16", "--set", "scaler.init_scale=1073741824.0"]
+    words = [*hot, "--set", "train.log_every=1", "--set", "train.steps=2"]
+    code, out, _ = cli("train", str(config), *words)
+    assert code == 0
+    lines = [line for line in out.splitlines() if "loss scale" in line]
+    assert [line.split("loss scale ")[1] for line in lines] == [
+        f"{2**30:g} skipped 1",
+        f"{2**29:g} skipped 2",
+    ]
+    rows = [json.loads(line) for line in Path("runs/small/metrics.jsonl").read_text().splitlines()]
+    steps = [(row["loss_scale"], row["skipped"]) for row in rows if "loss" in row]
+    assert steps == [(2.0**30, 1), (2.0**29, 2)]
+    assert json.loads(Path("runs/small/result.json").read_text())["skipped"] == 2
+
+
+def test_level_of_the_environment_gives_the_recipe(
+    cli: Callable, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AMPLITE_LEVEL", "O2")
+    code, out, _ = cli("train", str(config), "--dry-run")
+    assert code == 0
+    assert "recipe O2 on fp16 (AMPLITE_LEVEL)" in out
+
+
+@pytest.mark.parametrize(
+    ("setting", "label"),
+    [("recipe=rowwise", "fp8_rowwise on fp32"), ("opt_level=O0", "fp32 on fp32")],
+)
+def test_configuration_wins_over_the_environment(
+    cli: Callable, config: Path, monkeypatch: pytest.MonkeyPatch, setting: str, label: str
+) -> None:
+    monkeypatch.setenv("AMPLITE_LEVEL", "O2")
+    code, out, _ = cli("train", str(config), "--set", setting, "--dry-run")
+    assert code == 0
+    ignored = "AMPLITE_LEVEL=O2 has no effect: the configuration names a recipe"
+    assert f"recipe {label} (configuration; {ignored})" in out
+
+
+def test_level_of_the_environment_that_there_is_not(
+    cli: Callable, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AMPLITE_LEVEL", "2")
+    code, _, err = cli("train", str(config), "--dry-run")
+    assert code == 2
+    assert (
+        err == "mixprec: AMPLITE_LEVEL: got '2'; must be one of O0, O1, O2, O3, with the letter O\n"
+    )
+
+
 def test_resume_auto_goes_on(cli: Callable, config: Path) -> None:
     assert cli("train", str(config), "--set", "train.steps=4").code == 0
     code, _, err = cli("train", str(config))
@@ -84,6 +144,7 @@ def test_dry_run_writes_nothing(cli: Callable, config: Path) -> None:
         (["--resume", "nowhere"], ["checkpoint: got nowhere; it has no manifest.json"]),
         (["--set", 'convert.skip=["nolayer"]'], ["skip"]),
         (["--device", "tpu"], ["train.device: got 'tpu'"]),
+        (["--base", "int8"], ["base: got 'int8'; input should be 'fp32', 'bf16' or 'fp16'"]),
     ],
 )
 def test_wrong_input_is_a_line_each_and_code_2(

@@ -234,7 +234,7 @@ def test_default_recipes_and_that_of_the_configuration(small: Small) -> None:
 
 
 def test_without_a_configuration_it_is_three_epochs_of_mnist() -> None:
-    config = compare._base(None, None, None)
+    config = compare._configuration(None, None, None, None)
     assert (config.model, config.data.name, config.data.path) == ("mnist_cnn", "mnist", None)
     assert (config.train.epochs, config.train.seed, config.data.batch_size) == (3, 1, 64)
 

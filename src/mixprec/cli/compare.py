@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -60,6 +60,14 @@ def compare(
         str | None,
         typer.Option(help="auto, cpu, mps, cuda or cuda:N; over the file.", show_default=False),
     ] = None,
+    base: Annotated[
+        str | None,
+        typer.Option(
+            help="fp32, bf16 or fp16, in every recipe: what all but converted layers run in.",
+            metavar="TYPE",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
 ) -> None:
     """Compare recipes: the same model, weights, batches and dropout masks in each.
@@ -80,6 +88,7 @@ def compare(
         seeds=seeds,
         out=out,
         device=device,
+        base=base,
         console=Console(stderr=as_json),
     )
     if out is not None:
@@ -106,8 +115,19 @@ def _show(result: Mapping[str, Any]) -> None:
     for run in runs:
         if run["failure"]:
             console().print(f"{run['recipe']}: {run['failure']}")
+        if run["loss_scale"] is not None:
+            console().print(_scale_line(run, result["seeds"]))
     for note in result["notes"]:
         console().print(note)
+
+
+def _scale_line(run: Mapping[str, Any], seeds: Sequence[int]) -> str:
+    """Where a run's loss scale ended and what it cost; of the last seed."""
+    skipped = run["skipped"]
+    steps = "1 step" if skipped == 1 else f"{skipped} steps"
+    seed = f" (seed {seeds[-1]})" if len(seeds) > 1 else ""
+    scale = f"loss scale {run['loss_scale']:g} after the last step"
+    return f"{run['recipe']}: {scale}, {steps} skipped{seed}"
 
 
 def _row(run: Mapping[str, Any]) -> tuple[str, ...]:

@@ -48,6 +48,14 @@ def train(
         str | None,
         typer.Option(help="auto, cpu, mps, cuda or cuda:N; over the file.", show_default=False),
     ] = None,
+    base: Annotated[
+        str | None,
+        typer.Option(
+            help="fp32, bf16 or fp16: what all but converted layers run in; over the file.",
+            metavar="TYPE",
+            show_default=False,
+        ),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="One step, one evaluation batch; nothing is written.")
     ] = False,
@@ -72,6 +80,7 @@ def train(
     console = Console(stderr=as_json)
     shortcuts = [
         *([f"train.device={device}"] if device is not None else []),
+        *([f"base={base}"] if base is not None else []),
         *(["train.dry_run=true"] if dry_run else []),
         *(["train.save_model=true"] if save_model else []),
     ]

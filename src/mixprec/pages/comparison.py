@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
 CURVE = "curve"
+SCALE_CURVE = "scale_curve"
+SKIPPED = "skipped"
+_LONGEST_POWER = 32
+# told apart by people who see few colours (Okabe and Ito)
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999")
+# a drag zooms, a double click goes back; a bar of tools would cover the legend
+_INTERACTION = {"responsive": True, "displayModeBar": False}
 HEADINGS = {
     "train_loss": "training loss",
     "loss": "evaluation loss",
@@ -18,6 +26,8 @@ HEADINGS = {
     "param_bytes": "parameters (bytes)",
     "optimizer_bytes": "optimiser state (bytes)",
     "impl": "implementation",
+    "loss_scale": "last loss scale",
+    "skipped": "skipped steps",
 }
 
 _PAGE = """<!DOCTYPE html>
@@ -51,8 +61,10 @@ def render(result: Mapping[str, Any]) -> str:
     Args:
         result: What ``result.json`` of a comparison holds: ``model``, ``data``, ``notes`` and
             ``runs``, a list of mappings, one a recipe. ``curve`` in a run is ``{"step": [...],
-            "loss": [...]}``, drawn as a line; every other entry becomes a cell, a mapping (SQNR by
-            operand) one for each of its own entries. None, which stands for a number that is not
+            "loss": [...]}``, drawn as a line, and ``scale_curve``, where there is loss scaling,
+            ``{"step": [...], "loss_scale": [...], "skipped": [steps]}``, as another with a mark on
+            each skipped step; every other entry becomes a cell, a mapping (SQNR by operand) one for
+            each of its own entries. None, which stands for a number that is not
             known or not finite, leaves the cell empty, and a column with nothing else is left out.
 
     Returns:
@@ -75,25 +87,101 @@ def render(result: Mapping[str, Any]) -> str:
 
 
 def _curves(runs: Sequence[Mapping[str, Any]]) -> str:
-    """The training loss of every run over the steps, as a figure that can be zoomed."""
+    """The training loss over the steps, and the loss scale of runs that have one; zoomable."""
     try:
         plotly = importlib.import_module("plotly.graph_objects")
     except ImportError as error:
         raise ImportError(
             f"plotly: got {error}; pages need it; run pip install 'mixprec[report]'"
         ) from error
+    colors = [COLORS[place % len(COLORS)] for place in range(len(runs))]
     lines = [
         plotly.Scatter(
-            x=run[CURVE]["step"], y=run[CURVE]["loss"], name=str(run["recipe"]), mode="lines"
+            x=run[CURVE]["step"],
+            y=run[CURVE]["loss"],
+            name=str(run["recipe"]),
+            mode="lines",
+            line={"color": color},
         )
-        for run in runs
+        for run, color in zip(runs, colors, strict=True)
         if CURVE in run
     ]
-    figure = plotly.Figure(lines)
+    # the same in both figures, so that a skipped step is found below its loss
+    last = max((run[CURVE]["step"][-1] for run in runs if _has_steps(run, CURVE)), default=1)
+    steps = [1 - (last - 1) / 50, last] if last > 1 else None
+    losses = _figure(plotly.Figure(lines), "curves", "training loss", steps=steps, is_first=True)
+    scaled = [pair for pair in zip(runs, colors, strict=True) if _has_steps(pair[0], SCALE_CURVE)]
+    if not scaled:
+        return losses
+    figure = plotly.Figure([trace for run, color in scaled for trace in _scale(run, color)])
+    values = [value for run, _ in scaled for value in run[SCALE_CURVE]["loss_scale"]]
+    figure.update_yaxes(type="log", **_powers_of_two(values))
+    figure.update_layout(height=320)
+    return losses + _figure(figure, "scales", "loss scale", steps=steps, is_first=False)
+
+
+def _has_steps(run: Mapping[str, Any], curve: str) -> bool:
+    return bool(run.get(curve) and run[curve]["step"])
+
+
+def _scale(run: Mapping[str, Any], color: str) -> list[dict[str, Any]]:
+    """The loss scale by step as a line of stairs, and the skipped steps on it as marks."""
+    curve = run[SCALE_CURVE]
+    by_step = dict(zip(curve["step"], curve["loss_scale"], strict=True))
+    line = {
+        "type": "scatter",
+        "name": str(run["recipe"]),
+        "x": curve["step"],
+        "y": curve["loss_scale"],
+        "mode": "lines",
+        "line": {"color": color, "shape": "hv"},
+    }
+    if not curve["skipped"]:
+        return [line]
+    marks = {
+        "type": "scatter",
+        "name": f"{run['recipe']}: skipped",
+        "x": curve["skipped"],
+        "y": [by_step[step] for step in curve["skipped"]],
+        "mode": "markers",
+        "cliponaxis": False,
+        "marker": {"color": color, "symbol": "x", "size": 9},
+    }
+    return [line, marks]
+
+
+def _powers_of_two(values: Sequence[float]) -> dict[str, Any]:
+    """Ticks at powers of two around the values, about eight at most."""
+    low, high = math.floor(math.log2(min(values))), math.ceil(math.log2(max(values)))
+    ticks = range(low - 1, high + 2, 1 + (high - low) // 8)
+    margin = math.log10(2) / 2
+    is_long = not -_LONGEST_POWER <= low <= high <= _LONGEST_POWER
+    return {
+        "tickvals": [2.0**power for power in ticks],
+        "ticktext": [
+            f"2^{power}" if is_long else f"{2**power:,}" if power >= 0 else f"{2.0**power:g}"
+            for power in ticks
+        ],
+        "range": [low * math.log10(2) - margin, high * math.log10(2) + margin],
+    }
+
+
+def _figure(
+    figure: Any, name: str, quantity: str, *, steps: list[float] | None, is_first: bool
+) -> str:
+    """A figure over a range of steps as HTML; the first one brings the plotting library."""
     figure.update_layout(
-        xaxis_title="step", yaxis_title="training loss", template="plotly_white", showlegend=True
+        xaxis={"title": "step", "range": steps},
+        yaxis_title=quantity,
+        template="plotly_white",
+        showlegend=True,
+        legend={"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"},
+        margin={"l": 85, "r": 10, "t": 20, "b": 50},
     )
-    return figure.to_html(full_html=False, include_plotlyjs=True, div_id="curves")
+    text: str = figure.to_html(
+        full_html=False, include_plotlyjs=is_first, div_id=name, config=_INTERACTION
+    )
+    return text
 
 
 def _table(runs: Sequence[Mapping[str, Any]]) -> str:
@@ -113,8 +201,11 @@ def _cells(run: Mapping[str, Any]) -> dict[str, Any]:
     cells: dict[str, Any] = {}
     for key, value in run.items():
         heading = HEADINGS.get(key, key.replace("_", " "))
-        if key == CURVE:
+        if key in (CURVE, SCALE_CURVE):
             continue
+        if key == SKIPPED and run.get("loss_scale") is None:
+            # nothing could be skipped, which is no news of this run
+            value = None
         if isinstance(value, Mapping):
             cells |= {f"{heading} {name}": inner for name, inner in value.items()}
         else:

@@ -4,12 +4,12 @@ The runs advance together, one optimizer step each in turn, so that drift of the
 alike; the ratio of step times is the median over the steps of the ratio within a step.
 """
 
-import csv
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,20 @@ from mixprec.measure import saved_bytes, sqnr_db
 from mixprec.nn import QuantizedLinear
 from mixprec.quantization import QuantizedTensor
 from mixprec.recipes import Recipe
-from mixprec.train.config import Config, TrainConfig, from_dict, load
+from mixprec.train.config import LEVEL_VARIABLE, Config, from_dict, load
 from mixprec.train.config import to_dict as config_table
 from mixprec.train.data import DATASETS, Dataset
 from mixprec.train.faults import NonFiniteError
-from mixprec.train.log import ProgressLines, create_folder, environment, finite, write_json
+from mixprec.train.log import (
+    ProgressLines,
+    create_folder,
+    environment,
+    finite,
+    write_json,
+    write_losses,
+)
 from mixprec.train.recipe_choice import RecipeTable, recipe_label
-from mixprec.train.trainer import Trainer, isolated_generators, pick_device
+from mixprec.train.trainer import StepRecord, Trainer, isolated_generators, pick_device
 
 DEFAULT_RECIPES = (
     "fp32",
@@ -60,16 +67,33 @@ class _Contender:
 
     label: str
     trainer: Trainer
-    losses: list[float] = field(default_factory=list)
+    records: list[StepRecord] = field(default_factory=list)
     step_ms: list[float] = field(default_factory=list)
     failure: str | None = None
 
     def step(self) -> None:
         started = time.perf_counter()
-        self._guarded(lambda: self.losses.append(self.trainer.step().loss))
+        self._guarded(lambda: self.records.append(self.trainer.step()))
         if self.trainer.device.type != "cpu":
             torch.get_device_module(self.trainer.device).synchronize()
         self.step_ms.append(1e3 * (time.perf_counter() - started))
+
+    @property
+    def losses(self) -> list[float]:
+        """The training loss of each step."""
+        return [record.loss for record in self.records]
+
+    @property
+    def scale_curve(self) -> dict[str, list[Any]] | None:
+        """The loss scale of each step, and the steps that were skipped; None without scaling."""
+        if not self.trainer.scaler.is_enabled():
+            return None
+        counts = pairwise([0, *(record.skipped for record in self.records)])
+        return {
+            "step": [record.step for record in self.records],
+            "loss_scale": [record.loss_scale for record in self.records],
+            "skipped": [step for step, (a, b) in enumerate(counts, start=1) if b > a],
+        }
 
     @property
     def loss_scale(self) -> float | None:
@@ -79,7 +103,8 @@ class _Contender:
 
     def record(self) -> dict[str, Any]:
         """What one seed says about the recipe; None where the run failed before it."""
-        tail = self.losses[-max(1, len(self.losses) // 10) :]
+        losses = self.losses
+        tail = losses[-max(1, len(losses) // 10) :]
         record: dict[str, Any] = {
             "recipe": self.label,
             "impl": self.trainer.impl,
@@ -93,7 +118,8 @@ class _Contender:
             "optimizer_bytes": _bytes(_state_tensors(self.trainer.optimizer.state_dict())),
             # The first step allocates, and compiles.
             "step_ms": self.step_ms[1:] or self.step_ms,
-            "curve": self.losses,
+            "curve": losses,
+            "scale_curve": self.scale_curve,
             "loss_scale": self.loss_scale,
             "skipped": self.trainer.skipped,
         }
@@ -116,6 +142,7 @@ def run(
     seeds: int = 1,
     out: str | Path | None = None,
     device: str | None = None,
+    base: str | None = None,
     console: Console | None = None,
 ) -> dict[str, Any]:
     """Train one model under several recipes and say what each costs and loses.
@@ -128,7 +155,7 @@ def run(
         steps: Optimizer steps, before the epochs are over.
         seeds: Runs of each recipe, with the configuration's seed and those after it.
         out: A folder for `result.json` and `losses.csv`.
-        device: In place of the configuration's.
+        device, base: In place of the configuration's; the base in place of each recipe's own.
         console: Where progress goes; standard error by default.
 
     Returns: `{"runs": [...], "by_seed": [...], ...}`; a run is one recipe, and `by_seed` has the
@@ -142,7 +169,8 @@ def run(
         - `saved_bytes`: kept for backward by one batch, parameters apart; `param_bytes`,
           `optimizer_bytes`: of the tensors that exist between steps.
         - `loss_scale`: after the last step, None without loss scaling; `skipped`: steps that an
-          overflow cost; of the last seed.
+          overflow cost; `scale_curve`: the scale of each step and which were skipped; of the last
+          seed.
         - `impl`: the resolved implementation; `curve`: the training loss of each step, mean over
           seeds; `failure`: why a run has no numbers, else None.
 
@@ -154,27 +182,27 @@ def run(
     """
     if seeds < 1:
         raise ValueError(f"seeds: got {seeds}; at least one run is needed; give 1 or more")
-    base = _base(config, steps, device)
-    chosen = _chosen(base, recipes)
-    target = pick_device(base.train.device)
-    data = DATASETS[base.data.name](base.data.path)
+    start = _configuration(config, steps, device, base)
+    chosen = _chosen(start, recipes)
+    target = pick_device(start.train.device)
+    data = DATASETS[start.data.name](start.data.path)
     folder = None if out is None else create_folder(out)
     with isolated_generators(target):
-        by_seed = [_one_seed(base, chosen, data, offset, console) for offset in range(seeds)]
+        by_seed = [_one_seed(start, chosen, data, offset, console) for offset in range(seeds)]
     impls = " ".join(record["impl"] for record in by_seed[0])
     result = {
-        "model": base.model,
-        "data": base.data.name,
+        "model": start.model,
+        "data": start.data.name,
         "steps": by_seed[0][0]["steps"],
-        "seeds": [base.train.seed + offset for offset in range(seeds)],
-        "notes": _notes(impls, target),
+        "seeds": [start.train.seed + offset for offset in range(seeds)],
+        "notes": [*_level_notes(start, list(chosen)), *_notes(impls, target)],
         "environment": environment(target),
         "runs": [_run(records, by_seed) for records in zip(*by_seed, strict=True)],
         "by_seed": by_seed,
     }
     if folder is not None:
         write_json(folder / "result.json", result)
-        _write_losses(folder / "losses.csv", result)
+        write_losses(folder / "losses.csv", result)
     return finite(result)
 
 
@@ -186,14 +214,29 @@ def _notes(impls: str, device: torch.device) -> list[str]:
     return list(filter(None, notes))
 
 
-def _base(config: Config | str | Path | None, steps: int | None, device: str | None) -> Config:
+def _level_notes(config: Config, labels: Sequence[str]) -> list[str]:
+    """What the environment's level did to a comparison of these recipes; nothing where unset."""
+    level = os.environ.get(LEVEL_VARIABLE)
+    if level is None:
+        return []
+    own = recipe_label(config.recipe, config.base)
+    if config.recipe_source == LEVEL_VARIABLE and own in labels:
+        return [f"{own}: named by {LEVEL_VARIABLE}={level}"]
+    named = "configuration" if config.recipe_source != LEVEL_VARIABLE else "list of recipes"
+    return [f"{LEVEL_VARIABLE}={level} has no effect: the {named} says what to compare"]
+
+
+def _configuration(
+    config: Config | str | Path | None, steps: int | None, device: str | None, base: str | None
+) -> Config:
     if config is None:
-        config = Config(train=TrainConfig(epochs=DEFAULT_EPOCHS))
+        config = load(None, [f"train.epochs={DEFAULT_EPOCHS}"])
     elif not isinstance(config, Config):
         config = load(config)
     table = config_table(config)
     table["train"] |= {"steps": steps} if steps is not None else {}
     table["train"] |= {"device": device} if device is not None else {}
+    table |= {"base": base} if base is not None else {}
     return from_dict(table)
 
 
@@ -241,7 +284,9 @@ def _one_seed(
             first = done % len(contenders)
             for contender in contenders[first:] + contenders[:first]:
                 contender.step()
-            losses = ", ".join(f"{c.label} {c.losses[-1]:.4f}" for c in contenders if c.losses)
+            losses = ", ".join(
+                f"{c.label} {c.records[-1].loss:.4f}" for c in contenders if c.records
+            )
             show = lines.status if done % log_every == 0 or done == total else lines.advance
             show(done, f"seed {train.seed} step {done} of {total}: {losses}")
     return [contender.record() for contender in contenders]
@@ -300,17 +345,18 @@ def _run(
         "recipe": last["recipe"],
         "impl": last["impl"],
         **{key: _mean([r[key] for r in records]) for key in _OVER_SEEDS},
+        "loss_scale": last["loss_scale"],
+        "skipped": last["skipped"],
         "sqnr": {kind: _mean(_of_kind(kind, records)) for kind in "xwg"},
         "step_ms": None if failure else statistics.median(t for r in records for t in r["step_ms"]),
         "step_ratio": statistics.median(ratios) if ratio_known else None,
         "saved_bytes": last["saved_bytes"],
         "param_bytes": last["param_bytes"],
         "optimizer_bytes": last["optimizer_bytes"],
-        "loss_scale": last["loss_scale"],
-        "skipped": last["skipped"],
         "failure": failure,
         "spread": {key: _deviation([r[key] for r in records]) for key in _OVER_SEEDS},
         "curve": _mean_curve([r["curve"] for r in records]),
+        "scale_curve": last["scale_curve"],
     }
 
 
@@ -353,13 +399,3 @@ def _mean(values: Sequence[float | None]) -> float | None:
 def _deviation(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return statistics.stdev(known) if len(known) == len(values) and len(known) > 1 else None
-
-
-def _write_losses(path: Path, result: Mapping[str, Any]) -> None:
-    """One row a seed and step, one column a recipe; empty where a run had failed by then."""
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["seed", "step", *(entry["recipe"] for entry in result["runs"])])
-        for seed, records in zip(result["seeds"], result["by_seed"], strict=True):
-            rows = zip_longest(*(record["curve"] for record in records), fillvalue="")
-            writer.writerows([seed, step, *losses] for step, losses in enumerate(rows, start=1))

@@ -4,6 +4,7 @@ A run folder holds `config.toml` (resolved), `environment.json`, `metrics.jsonl`
 line: a training step has `loss`, an evaluation `eval_loss`), `result.json` and checkpoints.
 """
 
+import csv
 import json
 import math
 import os
@@ -11,6 +12,7 @@ import platform
 import sys
 import tempfile
 from collections.abc import Mapping
+from itertools import zip_longest
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -64,6 +66,16 @@ def create_folder(out: str | Path) -> Path:
 def write_json(path: Path, value: Any) -> None:
     """Strict JSON: a float that is not finite becomes null, since JSON has no name for it."""
     path.write_text(json.dumps(finite(value), indent=1, allow_nan=False) + "\n")
+
+
+def write_losses(path: Path, result: Mapping[str, Any]) -> None:
+    """One row a seed and step, one column a recipe; empty where a run had failed by then."""
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["seed", "step", *(entry["recipe"] for entry in result["runs"])])
+        for seed, records in zip(result["seeds"], result["by_seed"], strict=True):
+            rows = zip_longest(*(record["curve"] for record in records), fillvalue="")
+            writer.writerows([seed, step, *losses] for step, losses in enumerate(rows, start=1))
 
 
 def finite(value: Any) -> Any:
