@@ -79,11 +79,6 @@ class _Contender:
         self.step_ms.append(1e3 * (time.perf_counter() - started))
 
     @property
-    def losses(self) -> list[float]:
-        """The training loss of each step."""
-        return [record.loss for record in self.records]
-
-    @property
     def scale_curve(self) -> dict[str, list[Any]] | None:
         """The loss scale of each step, and the steps that were skipped; None without scaling."""
         if not self.trainer.scaler.is_enabled():
@@ -103,7 +98,7 @@ class _Contender:
 
     def record(self) -> dict[str, Any]:
         """What one seed says about the recipe; None where the run failed before it."""
-        losses = self.losses
+        losses = [record.loss for record in self.records]
         tail = losses[-max(1, len(losses) // 10) :]
         record: dict[str, Any] = {
             "recipe": self.label,
@@ -220,9 +215,10 @@ def _level_notes(config: Config, labels: Sequence[str]) -> list[str]:
     if level is None:
         return []
     own = recipe_label(config.recipe, config.base)
-    if config.recipe_source == LEVEL_VARIABLE and own in labels:
+    is_source = config.recipe_source == LEVEL_VARIABLE
+    if is_source and own in labels:
         return [f"{own}: named by {LEVEL_VARIABLE}={level}"]
-    named = "configuration" if config.recipe_source != LEVEL_VARIABLE else "list of recipes"
+    named = "list of recipes" if is_source else "configuration"
     return [f"{LEVEL_VARIABLE}={level} has no effect: the {named} says what to compare"]
 
 
