@@ -360,10 +360,8 @@ def test_infinite_gradient_is_seen_behind_layers_whose_formats_saturate(recipe: 
     scaler = GradScaler()
     y = model(torch.ones(4, 16))
     y.register_hook(lambda grad: torch.where(torch.arange(16) == 3, math.inf, grad))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the amax that is left out
-        scaler.scale(y.sum()).backward()
-        scaler.step(optimizer)
+    scaler.scale(y.sum()).backward()
+    scaler.step(optimizer)
     scaler.update()
     assert (scaler.last_step.cause, scaler.last_step.fault) == ("overflow", "0.weight")
     assert scaler.get_scale() == 32768.0

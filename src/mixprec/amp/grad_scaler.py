@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from mixprec.amp import gradients, scaler_state
 from mixprec.amp.loss_scale import CallOrderError, LossScale
 from mixprec.amp.scaler_state import StepOutcome, StepRecord
-from mixprec.nn import attached_models, sync_scales
+from mixprec.nn import attached_models, forget_amaxes
 
 
 class GradScaler(LossScale):
@@ -304,7 +304,7 @@ class GradScaler(LossScale):
         for _, parameter in gradients.parameters_with_gradient(optimizer):
             parameter.grad = None
         for model in attached_models(optimizer):
-            sync_scales(model, skipped=True)
+            forget_amaxes(model)
         self._skipped += 1
 
     def skip(self, optimizer: Optimizer) -> None:

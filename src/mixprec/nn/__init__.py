@@ -3,7 +3,14 @@
 from mixprec.nn.convert import convert, revert
 from mixprec.nn.linear import QuantizedLinear
 from mixprec.nn.report import Report, ReportRow
-from mixprec.nn.state import attach, attached_models, load_state_dict, state_dict, sync_scales
+from mixprec.nn.state import (
+    attach,
+    attached_models,
+    forget_amaxes,
+    load_state_dict,
+    state_dict,
+    sync_scales,
+)
 
 __all__ = [
     "QuantizedLinear",
@@ -12,6 +19,7 @@ __all__ = [
     "attach",
     "attached_models",
     "convert",
+    "forget_amaxes",
     "load_state_dict",
     "revert",
     "state_dict",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from mixprec.nn.linear import QuantizedLinear
-from mixprec.scaling import discard_pending, join_state, roll_history, split_state
+from mixprec.scaling import DelayedState, discard_pending, join_state, roll_history, split_state
 
 _ATTACHED: WeakKeyDictionary[torch.optim.Optimizer, list[ReferenceType[nn.Module]]] = (
     WeakKeyDictionary()
@@ -55,6 +55,27 @@ def sync_scales(model: nn.Module, *, skipped: bool = False) -> None:
     Edge cases: an operand that was not used keeps its history. With ``torch.distributed``
     initialised, all ranks have to call it.
     """
+    nonfinite = _end_step(model, discard_pending if skipped else roll_history)
+    if nonfinite:
+        warnings.warn(
+            f"amax: got NaN or inf in {', '.join(nonfinite)}; a history holds finite amaxes only, "
+            "they were left out; look for the first layer with a non-finite value",
+            stacklevel=2,
+        )
+
+
+@torch.no_grad()
+def forget_amaxes(model: nn.Module) -> None:
+    """``sync_scales(model, skipped=True)`` without its warning.
+
+    For a caller that says itself what was not finite, as a loss scaler does: an overflow is part
+    of how it works.
+    """
+    _end_step(model, discard_pending)
+
+
+def _end_step(model: nn.Module, change: Callable[[DelayedState], DelayedState]) -> list[str]:
+    """Change every history as its pending amax asks; the names of those that were not finite."""
     nonfinite = []
     for group in _histories(model).values():
         packed = torch.stack([buffer for _, buffer in group])
@@ -65,16 +86,10 @@ def sync_scales(model: nn.Module, *, skipped: bool = False) -> None:
         state = split_state(packed)
         counts = state.nonfinite.tolist()
         nonfinite += [name for (name, _), count in zip(group, counts, strict=True) if count]
-        state = discard_pending(state) if skipped else roll_history(state)
-        torch._foreach_copy_([buffer for _, buffer in group], list(join_state(state)))
+        torch._foreach_copy_([buffer for _, buffer in group], list(join_state(change(state))))
     for _, layer in converted_layers(model):
         layer.forget_weight()
-    if nonfinite:
-        warnings.warn(
-            f"amax: got NaN or inf in {', '.join(nonfinite)}; a history holds finite amaxes only, "
-            "they were left out; look for the first layer with a non-finite value",
-            stacklevel=2,
-        )
+    return nonfinite
 
 
 def attach(model: nn.Module, optimizer: torch.optim.Optimizer) -> RemovableHandle:

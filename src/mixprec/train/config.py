@@ -22,7 +22,7 @@ import torch
 from pydantic import ConfigDict, Field, PlainValidator, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from mixprec.amp.setup import scaler_for
+from mixprec.amp.grad_scaler import GradScaler
 from mixprec.formats import lookup
 from mixprec.gemm.api import IMPLS
 from mixprec.recipes import OPT_LEVELS
@@ -40,6 +40,7 @@ OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = MappingProxyType(
 )
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 LEVEL_VARIABLE = "AMPLITE_LEVEL"
+_RECIPE_KEYS = {"recipe", "opt_level"}
 _DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
 
 
@@ -147,8 +148,8 @@ class ScalerConfig(_Section):
     """How a dynamic loss scale moves; the arguments of `mixprec.amp.GradScaler`."""
 
     init_scale: Positive = 65536.0
-    growth_factor: Positive = 2.0
-    backoff_factor: Positive = 0.5
+    growth_factor: Annotated[float, Field(gt=1, allow_inf_nan=False)] = 2.0
+    backoff_factor: Annotated[float, Field(gt=0, lt=1)] = 0.5
     growth_interval: Count = 2000
     min_scale: Positive = 1.0
     max_scale: Annotated[float, Field(gt=0)] = math.inf
@@ -203,10 +204,12 @@ def load(path: str | Path | None = None, settings: Sequence[str] = ()) -> Config
         )
     table = {} if path is None else _read_toml(Path(path))
     for setting in settings:
-        _apply(table, setting)
+        if _apply(table, setting) in _RECIPE_KEYS:
+            # a run's own file says where its recipe came from, not where this one does
+            table.pop("recipe_source", None)
     level = os.environ.get(LEVEL_VARIABLE)
     source = "configuration"
-    if not table.keys() & {"recipe", "opt_level"}:
+    if not table.keys() & _RECIPE_KEYS:
         source = "default" if level is None else LEVEL_VARIABLE
     if source == LEVEL_VARIABLE:
         table["opt_level"] = level
@@ -218,15 +221,17 @@ def from_dict(table: Mapping[str, Any]) -> Config:
 
     Raises: ConfigError: Some values cannot be used; the text lists every mistake.
     """
-    table = _with_level(table)
+    table, faults = _with_level(table)
     # Through JSON, so that strict checks accept a list for a tuple and a table for a section.
     text = json.dumps(_without_none(table), default=str)
     try:
         config: Config = TypeAdapter(Config).validate_json(text)
     except ValidationError as error:
-        raise ConfigError("\n".join(_line(entry) for entry in error.errors())) from error
-    _check_options(config.optimizer)
-    _check_step(config)
+        faults += [_line(entry) for entry in error.errors()]
+        raise ConfigError("\n".join(faults)) from error
+    faults += [*_option_faults(config.optimizer), *_step_faults(config)]
+    if faults:
+        raise ConfigError("\n".join(faults))
     return config
 
 
@@ -241,23 +246,22 @@ def recipe_line(config: Config) -> str:
     return f"recipe {label} on {base} ({config.recipe_source}{ignored})"
 
 
-def _with_level(table: Mapping[str, Any]) -> dict[str, Any]:
-    """The table with the recipe that its opt_level stands for."""
+def _with_level(table: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The table with the recipe that its opt_level stands for, and what is wrong with that."""
     values = dict(table)
     level = values.pop("opt_level", None)
     if level is None:
-        return values
+        return values, []
     where = LEVEL_VARIABLE if values.get("recipe_source") == LEVEL_VARIABLE else "opt_level"
-    if level not in OPT_LEVELS:
-        raise ConfigError(
-            f"{where}: got {level!r}; must be one of {', '.join(OPT_LEVELS)}, with the letter O"
-        )
+    if not isinstance(level, str) or level not in OPT_LEVELS:
+        levels = ", ".join(OPT_LEVELS)
+        return values, [f"{where}: got {level!r}; must be one of {levels}, with the letter O"]
     if "recipe" in values:
-        raise ConfigError(
+        return values, [
             f"{where}: got {level!r} beside recipe {values['recipe']!r}; both say how to multiply; "
             "leave one out"
-        )
-    return values | {"recipe": level}
+        ]
+    return values | {"recipe": level}, []
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -285,7 +289,8 @@ def _read_toml(path: Path) -> dict[str, Any]:
     raise ConfigError(f"config: got {path}; {reason}")
 
 
-def _apply(table: dict[str, Any], setting: str) -> None:
+def _apply(table: dict[str, Any], setting: str) -> str:
+    """Put a setting into the table; the outermost key that it changes."""
     path, equals, text = setting.partition("=")
     *sections, key = (part.strip() for part in path.split("."))
     if not equals or not key:
@@ -302,6 +307,7 @@ def _apply(table: dict[str, Any], setting: str) -> None:
                 f"{section} is a value, not a table; correct either"
             )
     table[key] = value
+    return [*sections, key][0]
 
 
 def _line(error: ErrorDetails) -> str:
@@ -327,19 +333,24 @@ def _keys_beside(path: tuple[int | str, ...]) -> list[str]:
     return [entry.name for entry in dataclasses.fields(section)]
 
 
-def _check_options(optimizer: OptimizerConfig) -> None:
+def _option_faults(optimizer: OptimizerConfig) -> list[str]:
     known = list(inspect.signature(OPTIMIZERS[optimizer.name]).parameters)[2:]
     unknown = [key for key in optimizer.options if key not in known]
-    if unknown:
-        raise ConfigError("\n".join(_unknown(f"optimizer.options.{key}", known) for key in unknown))
+    return [_unknown(f"optimizer.options.{key}", known) for key in unknown]
 
 
-def _check_step(config: Config) -> None:
+def _step_faults(config: Config) -> list[str]:
+    """What the fields' own types cannot say: limits of each other, and recipes that differ."""
+    faults = []
     try:
-        scaler_for(step_recipe(config.recipe, config.base), **dataclasses.asdict(config.scaler))
+        step_recipe(config.recipe, config.base)
     except ValueError as error:
-        place = "" if str(error).startswith("recipe") else "scaler."
-        raise ConfigError(f"{place}{error}") from error
+        faults.append(str(error))
+    try:
+        GradScaler(**dataclasses.asdict(config.scaler))
+    except ValueError as error:
+        faults.append(f"scaler.{error}")
+    return faults
 
 
 def _without_none(value: Any) -> Any:

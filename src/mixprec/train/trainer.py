@@ -7,6 +7,7 @@ for bit (on a CPU; on a GPU as far as its kernels are deterministic).
 """
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -198,9 +199,8 @@ class Trainer:
         self._require_room(loss_scale)
         self.done += 1
         self.loss = loss
-        # the schedule counts epochs; torch warns where it moves before any step was taken
-        if self.done % self.steps_per_epoch == 0 and self.done > self.skipped:
-            self._scheduler.step()
+        if self.done % self.steps_per_epoch == 0:
+            self._end_epoch()
         return StepRecord(
             step=self.done,
             epoch=epoch,
@@ -285,6 +285,13 @@ class Trainer:
             f"train.{key}: got {getattr(train, key)}, {self.total} steps in all; the checkpoint "
             f"has {done} steps done; give more, or start a new run"
         )
+
+    def _end_epoch(self) -> None:
+        """Move the schedule, which counts epochs, whatever steps an overflow skipped in them."""
+        with warnings.catch_warnings():
+            # where all of them were, torch takes the order of the two calls to be wrong
+            warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler\.step\(\)` before")
+            self._scheduler.step()
 
     def _gradients(self) -> float:
         """Gradients of the step's mean loss, whatever the batches it is made of; the loss."""
