@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -114,6 +115,9 @@ def test_beyond_the_range_and_not_finite(fmt: FloatFormat, dtype: type) -> None:
     want = [largest, math.inf, math.inf, math.nan, -math.inf, -math.inf]
     assert_same(round_to_format(x, fmt, saturate=False).double().numpy(), np.array(want))
     assert_same(quantize(x, spec_of(fmt)).values.double().numpy(), np.array(want))
+    kept = [largest, largest, math.inf, math.nan, -largest, -math.inf]
+    saturating = replace(spec_of(fmt), saturate=True)
+    assert_same(quantize(x, saturating).values.double().numpy(), np.array(kept))
 
 
 @pytest.mark.parametrize("fmt", [BF16, FP16, OWN], ids=str)

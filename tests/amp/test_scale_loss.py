@@ -62,9 +62,10 @@ def test_gradients_below_fp16_s_numbers_are_kept_by_the_scale() -> None:
         assert model.weight.grad.item() == want
 
 
-def test_loss_is_scaled_in_float32() -> None:
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_loss_is_scaled_in_float32(shape: tuple[int, ...]) -> None:
     _, optimizer = leveled("O1")
-    with scale_loss(torch.tensor(60000.0).half(), optimizer) as scaled:
+    with scale_loss(torch.full(shape, 60000.0).half(), optimizer) as scaled:
         assert (scaled.item(), scaled.dtype) == (60000.0 * 65536, torch.float32)
 
 
@@ -278,9 +279,8 @@ def test_schedules_of_either_optimizer_after_a_skipped_first_step(level: str, or
 def test_clipping_by_master_parameters_limits_the_step(level: str) -> None:
     model, optimizer = dynamic(level, weighted(8.0, 8.0), lr=1.0)
     backward(model, optimizer, 6.0, 8.0)
-    norm = nn.utils.clip_grad_norm_(master_params(optimizer), 5.0)
+    assert nn.utils.clip_grad_norm_(master_params(optimizer), 5.0) == 10
     optimizer.step()
-    assert norm == 10
     assert torch.allclose(model.weight.float(), torch.tensor([[5.0, 4.0]]), atol=2.0**-8)
 
 
@@ -363,7 +363,7 @@ def test_o2_has_the_losses_of_o1_while_no_rounding_matters() -> None:
 @pytest.mark.parametrize("level", NARROWING)
 def test_resumed_training_equals_the_uninterrupted_one(level: str, stop: int) -> None:
     whole, optimizer = dynamic(level, network(), Adam, lr=0.02)
-    scaler = loss_scalers(optimizer)[0]
+    (scaler,) = loss_scalers(optimizer)
     scaler.set_growth_interval(3)
     train(whole, optimizer, range(stop))
     saved = copy.deepcopy((whole.state_dict(), optimizer.state_dict(), scaler.state_dict()))

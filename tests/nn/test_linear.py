@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from quant_oracles import with_distinct_products
 from torch import Tensor, nn
 
 import mixprec
@@ -16,7 +17,9 @@ import mixprec.autograd
 from mixprec.nn import QuantizedLinear
 from mixprec.recipes import RECIPES
 
-QUANTISING = [name for name, recipe in RECIPES.items() if not recipe.is_high_precision]
+QUANTISING = [
+    name for name, each in with_distinct_products(RECIPES).items() if not each.is_high_precision
+]
 STOCHASTIC = mixprec.Recipe.from_dict(
     {
         "variant_of": "fp8_tensorwise",

@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from quant_oracles import with_distinct_products
 from torch import Tensor, nn
 
 import mixprec
 from mixprec.recipes import RECIPES
 
-QUANTISING = [name for name, recipe in RECIPES.items() if not recipe.is_high_precision]
+QUANTISING = [
+    name for name, each in with_distinct_products(RECIPES).items() if not each.is_high_precision
+]
 STOCHASTIC = mixprec.Recipe.from_dict(
     {"variant_of": "fp8_delayed", "grad_input": {"a": {"rounding": "stochastic"}}}
 )
