@@ -33,6 +33,18 @@ from mixprec.recomputation import Hooks, hooks_around, let_reentrant_recompute, 
 Rule = Literal["16-bit", "fp32", "fp32 result", "widest", "as statistics", "refused"]
 F = TypeVar("F", bound=Callable[..., Any])
 FOLLOWS = "follows its inputs"
+MEANINGS: Mapping[str, str] = MappingProxyType(
+    {
+        "16-bit": "inputs rounded to {dtype}; the result is {dtype}",
+        "fp32": "inputs of 16 bits widened; the result is fp32",
+        "fp32 result": "as fp32, unless the call names the type of its result",
+        "widest": "inputs of several types widened to fp32, of one type left",
+        "as statistics": "parameters in the type of the running statistics; follows its input",
+        "refused": "an error: no digits are left near 0 and 1; use it with logits",
+        FOLLOWS: "computes and results in the type of its inputs",
+    }
+)
+"""What each rule means, in a line; ``{dtype}`` is the region's type."""
 
 _LOW_EVERYWHERE = """conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d
     conv_transpose3d convolution _convolution prelu addmm addbmm baddbmm bmm mm matmul __rmatmul__
