@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 
 import pytest
 
 from mixprec.hardware import ACCELERATORS
+from mixprec.policy import POLICIES
 from mixprec.recipes import RECIPES, Recipe
 
 # The table of the definitions: operand, tensor, format, block, scale rule, rounding.
@@ -81,6 +83,99 @@ def test_json_reads_back_as_the_recipe(cli: Callable, name: str) -> None:
     assert set(hardware) == set(ACCELERATORS)
     assert all(isinstance(row["native"], bool) and row["reason"] for row in hardware.values())
     assert Recipe.from_dict(data) == RECIPES[name]
+
+
+def around(text: str) -> dict[str, str]:
+    """The rows of what a recipe does around the products."""
+    block = text.split("around the products")[1].split("operand")[0]
+    rows = [re.split(r" {3,}", line.strip()) for line in block.splitlines()]
+    return dict(row for row in rows if len(row) == 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("fp32", ("fp32", "fp32", "in fp32", "none", "not rounded")),
+        ("bf16", ("bf16", "fp32", "in fp32", "none", "bf16")),
+        ("fp16_pure", ("fp16", "fp16", "stochastic", "dynamic", "fp16")),
+        ("O2", ("fp16", "fp16, batch normalisations fp32", "masters", "dynamic", "fp16")),
+        ("O3", ("fp16", "fp16", "plain", "1.0", "fp16")),
+        ("fp8", ("bf16", "fp32", "in fp32", "none", "not rounded")),
+    ],
+)
+def test_recipe_shows_what_is_around_the_products(
+    cli: Callable, name: str, expected: tuple[str, ...]
+) -> None:
+    assert tuple(around(cli("recipes", name).out).values()) == expected
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"), [("bf16-mixed", "bf16"), ("16-mixed", "fp16"), ("64-true", "fp64")]
+)
+def test_names_of_other_tools_resolve(cli: Callable, theirs: str, ours: str) -> None:
+    assert cli("recipes", theirs) == cli("recipes", ours)
+
+
+@pytest.mark.parametrize("policy", ["cuda", "torch_cpu"])
+def test_operations_are_the_whole_policy(cli: Callable, policy: str) -> None:
+    words = ["recipes", "bf16", "--operations", "--policy", policy]
+    data = json.loads(cli(*words, "--json").out)
+    assert (data["recipe"], data["base"], data["policy"]) == ("bf16", "bf16", policy)
+    rules = {name: row["rule"] for row in data["rules"] for name in row["operations"]}
+    assert rules == dict(POLICIES[policy])
+    code, out, err = cli(*words)
+    assert (code, err) == (0, "")
+    assert max(map(len, out.splitlines())) <= 80
+    listed = {word.strip(",") for word in out.split()}
+    assert set(POLICIES[policy]) <= listed
+    assert all(row["rule"] in out for row in data["rules"])
+
+
+def test_operations_under_the_policies_differ_where_torch_does(cli: Callable) -> None:
+    rules = {}
+    for policy in POLICIES:
+        out = cli("recipes", "fp16", "--operations", "--policy", policy, "--json").out
+        rows = json.loads(out)["rules"]
+        rules[policy] = {name: row["rule"] for row in rows for name in row["operations"]}
+    # torch's own lists: layer norm is FP32 on CUDA and follows its input on the CPU
+    assert rules["cuda"]["layer_norm"] == "fp32"
+    assert "layer_norm" not in rules["torch_cpu"]
+    assert rules["cuda"]["linear"] == rules["torch_cpu"]["linear"] == "16-bit"
+
+
+def test_operations_name_the_type_of_the_base(cli: Callable) -> None:
+    assert (
+        cli("recipes", "bf16", "--operations").out
+        == cli("recipes", "bf16-mixed", "--operations").out
+    )
+    meanings = [
+        json.loads(cli("recipes", name, "--operations", "--json").out)["rules"][0]["meaning"]
+        for name in ("bf16", "fp16", "fp8")
+    ]
+    assert meanings == [
+        f"inputs rounded to {dtype}; the result is {dtype}" for dtype in ("bf16", "fp16", "bf16")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            ["fp8_rowwise", "--operations"],
+            "name: got fp8_rowwise with --operations; its base, fp32,",
+        ),
+        (["--operations"], "name: got none with --operations"),
+        (
+            ["bf16", "--operations", "--policy", "tpu"],
+            "policy: got 'tpu'; must be one of cuda, torch",
+        ),
+        (["bf16", "--policy", "cuda"], "policy: got 'cuda' without --operations"),
+    ],
+)
+def test_operations_that_there_are_none_of(cli: Callable, words: list[str], line: str) -> None:
+    code, out, err = cli("recipes", *words)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"mixprec: {line}")
 
 
 def test_json_lists_all(cli: Callable) -> None:

@@ -1,4 +1,4 @@
-"""`mixprec recipes`: what a recipe does to each operand, and where it runs natively."""
+"""`mixprec recipes`: what a recipe does to each operand and around, and where it runs natively."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from mixprec.survey import Support
 
 _TENSORS = ("x", "w", "g", "w", "g", "x")
+DEFAULT_POLICY = "cuda"
 _BLOCKS = {(-1, -1): "tensor", (1, -1): "row", (-1, 1): "column"}
 
 
@@ -22,22 +23,87 @@ def recipes(
     name: Annotated[
         str | None, typer.Argument(help="A recipe; all are listed without it.", show_default=False)
     ] = None,
+    operations: Annotated[
+        bool,
+        typer.Option("--operations", help="Of a 16-bit base: which operation runs in which type."),
+    ] = False,
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            help="With --operations: cuda (the default) or torch_cpu.",
+            metavar="POLICY",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
 ) -> None:
     """What a recipe does, and where it is native.
 
-    Lists the recipes; with NAME, shows the six operands of the three products of a linear layer
-    (x input, w weight, g gradient of the output) and the hardware that runs them natively.
+    Lists the recipes; with NAME, shows the base, the parameters and their updates, the six operands
+    of the three products of a linear layer (x input, w weight, g gradient of the output) and the
+    hardware that runs them natively. Names that other tools give a recipe are known too.
     """
     from mixprec.recipes import RECIPES, get_recipe
 
-    if name is not None:
+    if policy is not None and not operations:
+        raise ValueError(
+            f"policy: got {policy!r} without --operations; nothing would follow from it; add that"
+        )
+    if operations:
+        _show_operations(_sixteen_bit(name), policy or DEFAULT_POLICY, as_json)
+    elif name is not None:
         _show_recipe(get_recipe(name), as_json)
     elif as_json:
         print_json({"recipes": [_data(recipe) for recipe in RECIPES.values()]})
     else:
-        rows = [(recipe.name, recipe.description) for recipe in RECIPES.values()]
-        print_table(("recipe", "what it is"), rows)
+        rows = [(name, recipe.base, recipe.description) for name, recipe in RECIPES.items()]
+        print_table(("recipe", "base", "what it is"), rows)
+
+
+def _sixteen_bit(name: str | None) -> Recipe:
+    """The recipe of a name, if its base has a policy of operations."""
+    from mixprec.recipes import NARROW, get_recipe
+
+    bases = " and ".join(NARROW)
+    if name is None:
+        raise ValueError(
+            f"name: got none with --operations; the policy is that of a recipe on {bases}; give "
+            "one, as in `mixprec recipes bf16 --operations`"
+        )
+    recipe = get_recipe(name)
+    if recipe.base not in NARROW:
+        raise ValueError(
+            f"name: got {recipe} with --operations; its base, {recipe.base}, leaves every "
+            f"operation in the type of its inputs; name a recipe on {bases}"
+        )
+    return recipe
+
+
+def _show_operations(recipe: Recipe, policy: str, as_json: bool) -> None:
+    """The rules of a policy, what each means under the recipe, and its operations."""
+    from mixprec.policy import FOLLOWS, MEANINGS, POLICIES
+
+    if policy not in POLICIES:
+        raise ValueError(f"policy: got {policy!r}; must be one of {', '.join(POLICIES)}")
+    names: dict[str, list[str]] = {rule: [] for rule in MEANINGS}
+    for operation, rule in POLICIES[policy].items():
+        names[rule].append(operation)
+    rules: list[dict[str, Any]] = [
+        {"rule": rule, "meaning": meaning.format(dtype=recipe.base), "operations": names[rule]}
+        for rule, meaning in MEANINGS.items()
+        if names[rule] or rule == FOLLOWS
+    ]
+    if as_json:
+        print_json({"recipe": str(recipe), "base": recipe.base, "policy": policy, "rules": rules})
+        return
+    print_table(
+        ("rule", "what it means", "operations"),
+        [
+            (row["rule"], row["meaning"], ", ".join(sorted(row["operations"])) or "all others")
+            for row in rules
+        ],
+        title=f"{recipe}, policy {policy}: on every device",
+    )
 
 
 def _show_recipe(recipe: Recipe, as_json: bool) -> None:
@@ -48,6 +114,7 @@ def _show_recipe(recipe: Recipe, as_json: bool) -> None:
         print_json(_data(recipe))
         return
     console().print(f"{recipe}: {recipe.description}")
+    print_table(("around the products", ""), _around(recipe))
     print_table(
         ("operand", "of", "format", "block", "scale", "rounding"),
         [
@@ -56,6 +123,23 @@ def _show_recipe(recipe: Recipe, as_json: bool) -> None:
         ],
     )
     print_table(("runs", "on", "why"), grouped_by_reason(_support(recipe)))
+
+
+def _around(recipe: Recipe) -> list[tuple[str, str]]:
+    """What a recipe does outside the products of a layer."""
+    from mixprec.recipes import NARROW, PRODUCTS
+
+    is_narrow = recipe.parameters in NARROW
+    norms = ", batch normalisations fp32" if recipe.keep_batchnorm_fp32 else ""
+    results = [getattr(recipe, product).out for product in PRODUCTS]
+    out = ", ".join(dict.fromkeys(str(spec.format) if spec else "not rounded" for spec in results))
+    return [
+        ("base, for everything else", recipe.base),
+        ("parameters", recipe.parameters + norms),
+        ("update", recipe.update if is_narrow else f"in {recipe.parameters}"),
+        ("loss scale", "none" if recipe.loss_scale is None else f"{recipe.loss_scale}"),
+        ("results of products", out),
+    ]
 
 
 def _support(recipe: Recipe) -> dict[str, Support]:
