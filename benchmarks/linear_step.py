@@ -97,6 +97,24 @@ def _slow_peers(sizes: tuple[int, int, int], x: Tensor, gradient: Tensor) -> dic
     return {"torch.autocast bf16": _region_step(region, layer, inputs, gradient.bfloat16())}
 
 
+def _converted(
+    sizes: tuple[int, int, int], dtype: torch.dtype, x: Tensor, gradient: Tensor
+) -> dict[str, Step]:
+    """A converted layer for every recipe; those with narrow parameters multiply like another."""
+    found = {}
+    for name, recipe in mixprec.RECIPES.items():
+        if recipe.is_high_precision or recipe.parameters in NARROW:
+            continue
+        layer = _layer(sizes[1], sizes[2], dtype)
+        mixprec.convert(layer, recipe)
+        found[name] = _step(layer, x, gradient)
+        # a history with an entry, as in every step but the first; rolling it is not timed, no more
+        # than the optimizer's step is
+        found[name]()
+        mixprec.sync_scales(layer)
+    return found
+
+
 def _peers(sizes: tuple[int, int, int], x: Tensor, gradient: Tensor) -> dict[str, Step]:
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
@@ -123,16 +141,7 @@ def measure(sizes: tuple[int, int, int], dtype: torch.dtype, rounds: int) -> dic
     base = _layer(sizes[1], sizes[2], torch.float32)
     steps = {"fp32": _step(base, x.clone().requires_grad_(), gradient)}
     own_x, own_gradient = x.to(dtype).requires_grad_(), gradient.to(dtype)
-    for name, recipe in mixprec.RECIPES.items():
-        # those with narrow parameters multiply like the one that they are a variant of
-        if not recipe.is_high_precision and recipe.parameters not in NARROW:
-            layer = _layer(sizes[1], sizes[2], dtype)
-            mixprec.convert(layer, recipe)
-            steps[name] = _step(layer, own_x, own_gradient)
-            # a history with an entry, as in every step but the first; rolling it is not timed, no
-            # more than the optimizer's step is
-            steps[name]()
-            mixprec.sync_scales(layer)
+    steps |= _converted(sizes, dtype, own_x, own_gradient)
     steps |= _regions(sizes, x, gradient) | _peers(sizes, own_x, own_gradient)
     slow = _slow_peers(sizes, x, gradient)
     exact_layer = _layer(sizes[1], sizes[2], dtype).double()

@@ -43,6 +43,7 @@ PUBLIC = {
     "load_state_dict",
     "quantize",
     "quantized_matmul",
+    "resolve",
     "revert",
     "round_to_format",
     "state_dict",

@@ -17,6 +17,7 @@ from mixprec.nn import (
 from mixprec.noise import Noise
 from mixprec.quantization import QuantizedTensor, QuantSpec, quantize
 from mixprec.recipes import RECIPES, Recipe
+from mixprec.recipes import get_recipe as resolve
 from mixprec.rounding import round_to_format
 from mixprec.survey import doctor
 from mixprec.train.compare import run as compare
@@ -45,6 +46,7 @@ __all__ = [
     "load_state_dict",
     "quantize",
     "quantized_matmul",
+    "resolve",
     "revert",
     "round_to_format",
     "state_dict",

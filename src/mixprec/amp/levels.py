@@ -71,6 +71,9 @@ def initialize(
         (models, optimizers), each as one, a list or a tuple, as it was given; models alone
         without optimizers.
 
+    Edge cases: an overflow under a constant scale is skipped too; a ``state_dict`` at O2 and O3
+    holds fp16. A forward pass that is interrupted from the keyboard leaves its region active.
+
     Raises:
         ValueError: An unknown level, an option the level has no place for, a model that is not in
             FP32 or was initialised before.
