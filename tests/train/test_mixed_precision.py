@@ -17,7 +17,7 @@ from mixprec.recipes import NARROW, OPT_LEVELS, RECIPES
 from mixprec.train import checkpoint
 from mixprec.train.config import Config
 from mixprec.train.trainer import Trainer
-from train.small_models import SMALL_NET, use
+from train.small_models import SLOPE, SMALL_NET, slope_data, use
 
 Small = Callable[..., Config]
 OVERFLOWS = ["scaler.init_scale=1e6", "scaler.growth_interval=2"]
@@ -167,6 +167,24 @@ def test_a_compiled_model_trains_in_16_bits_as_an_eager_one(
     assert compiled.evaluate().loss == pytest.approx(eager.evaluate().loss, rel=1e-2)
     losses = [compiled.step().loss for _ in range(20)]
     assert sum(losses[-5:]) < 0.7 * sum(losses[:5])
+
+
+@pytest.mark.parametrize("settings", LEARNING.values(), ids=LEARNING)
+def test_micro_batches_add_up_to_one_batch_in_32_bits(
+    small: Small, monkeypatch: pytest.MonkeyPatch, settings: list[str]
+) -> None:
+    use(monkeypatch, SLOPE)
+    sgd = ["optimizer.name=sgd", "optimizer.lr=1.0", "scaler.init_scale=1024"]
+    parts = ["data.batch_size=2", "train.accumulate=4"]
+    trainer = Trainer(small(*settings, *sgd, *parts), slope_data())
+    with torch.no_grad():
+        trainer.model.fc.weight.zero_()
+    assert trainer.step().skipped == 0
+    weight = trainer.model.fc.weight
+    assert weight.grad.element_size() >= 4
+    expected = torch.full((1, 16), 0.5)
+    torch.testing.assert_close(weight.grad.float(), expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(-weight.float(), expected, rtol=1e-5, atol=0)
 
 
 def kept_for_backward(trainer: Trainer) -> int:
