@@ -113,7 +113,10 @@ class DataConfig(_Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerConfig(_Section):
-    """lr is multiplied by gamma after each epoch; options are the optimizer's own arguments."""
+    """The learning rate's schedule and the optimizer's own arguments, `options`.
+
+    lr is multiplied by gamma after each epoch, whatever steps of it an overflow skipped.
+    """
 
     name: Annotated[str, _one_of("optimizer.name", OPTIMIZERS)] = "adadelta"
     lr: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
