@@ -35,6 +35,7 @@ LAYERS = [
     "pages",
     "variables",
     "survey",
+    "explanation",
     "mixprec",  # the package's own __init__, which re-exports the public names
     "cli",
 ]

@@ -38,6 +38,7 @@ PUBLIC = {
     "doctor",
     "einsum",
     "encode",
+    "explain",
     "finfo",
     "linear",
     "load_state_dict",

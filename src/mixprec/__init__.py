@@ -3,6 +3,7 @@
 from mixprec.autograd import linear
 from mixprec.codes import decode, encode
 from mixprec.contraction import einsum
+from mixprec.explanation import explain
 from mixprec.formats import FORMATS, FloatFormat, finfo
 from mixprec.gemm import GemmSpec, quantized_matmul
 from mixprec.nn import (
@@ -41,6 +42,7 @@ __all__ = [
     "doctor",
     "einsum",
     "encode",
+    "explain",
     "finfo",
     "linear",
     "load_state_dict",

@@ -255,32 +255,43 @@ class Region(TorchFunctionMode):
     def _run(
         self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        tensors = [x for x in _tensors((args, kwargs)) if x.dtype in _CHANGEABLE]
+        found = list(_tensors((args, kwargs)))
+        tensors = [x for x in found if x.dtype in _CHANGEABLE]
         if not tensors or is_autocast_on(tensors[0]):
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
+            self._note(name, found, tuple(dict.fromkeys(x.dtype for x in found)), out, FOLLOWS)
+            return out
         rule = self._rules.get(name)
         if rule == "fp32 result" and kwargs.get("dtype") is not None:
             rule = None
-        given = tuple(x.dtype for x in tensors)
         cast = self._cast_dtype(name, rule, tensors)
         if cast is not None:
             args, kwargs = mapped((args, kwargs), lambda x: x.to(cast), _CHANGEABLE)
         if rule == "as statistics":
             args = _like_statistics(*args)
-        dtypes = (cast,) if cast is not None else tuple(dict.fromkeys(given))
+        dtypes = (cast,) if cast is not None else tuple(dict.fromkeys(x.dtype for x in tensors))
         is_narrow = len(dtypes) == 1 and dtypes[0] in NARROW and name in _PRODUCTS
         if is_narrow and self.dtype is not None and not has_fast_units(tensors[0]):
             out = widened(func, args, kwargs, dtypes[0])
         else:
             out = func(*args, **kwargs)
-        outputs = tuple(x.dtype for x in _tensors(out))
-        if self._record is not None and outputs:
-            self._record(
-                Operation(
-                    name=name, inputs=given, compute=dtypes, outputs=outputs, rule=rule or FOLLOWS
-                )
-            )
+        self._note(name, tensors, dtypes, out, rule or FOLLOWS)
         return out
+
+    def _note(
+        self,
+        name: str,
+        inputs: list[Tensor],
+        compute: tuple[torch.dtype, ...],
+        out: Any,
+        rule: str,
+    ) -> None:
+        outputs = tuple(x.dtype for x in _tensors(out))
+        if self._record is not None and inputs and outputs:
+            given = tuple(x.dtype for x in inputs)
+            self._record(
+                Operation(name=name, inputs=given, compute=compute, outputs=outputs, rule=rule)
+            )
 
     def _cast_dtype(
         self, name: str, rule: Rule | None, tensors: list[Tensor]

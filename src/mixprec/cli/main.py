@@ -16,6 +16,7 @@ import typer
 
 from mixprec.cli.compare import compare
 from mixprec.cli.doctor import doctor
+from mixprec.cli.explain import explain
 from mixprec.cli.formats import formats
 from mixprec.cli.recipes import recipes
 from mixprec.cli.train import train
@@ -63,7 +64,7 @@ def _options(
     context.obj["debug"] = debug
 
 
-for command in (formats, recipes, doctor, train):
+for command in (formats, recipes, doctor, explain, train):
     app.command()(command)
 app.command(short_help="One model under several recipes, one table.")(compare)
 

@@ -1,0 +1,72 @@
+"""`mixprec explain`: the operations of a configuration's forward pass."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from train.conftest import write_idx_folder
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("digits")
+    file = folder / "small.toml"
+    data = f'[data]\npath = "{write_idx_folder(folder)}"\nbatch_size = 4\n'
+    file.write_text(f'recipe = "fp8_rowwise"\n{data}')
+    return file
+
+
+def test_the_table(cli: Callable, config: Path) -> None:
+    code, out, err = cli("explain", str(config), "--base", "bf16")
+    assert (code, err) == (0, "")
+    assert out.startswith("mnist_cnn, recipe fp8_rowwise on bf16 (configuration)")
+    rows = [line.split() for line in out.splitlines()]
+    assert ["conv1", "conv2d", "fp32", "bf16", "bf16", "16-bit"] in rows
+    assert ["(model)", "log_softmax", "bf16", "fp32", "fp32", "fp32", "result"] in rows
+    assert ["(loss)", "nll_loss_nd", "fp32", "fp32", "fp32", "fp32"] in rows
+    (fc1,) = (row for row in rows if row[:1] == ["fc1"])
+    assert fc1[:7] == ["fc1", "linear", "bf16,", "fp32", "e4m3", "bf16", "recipe"]
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_views_are_left_out_unless_asked_for(cli: Callable, config: Path) -> None:
+    brief, whole = cli("explain", str(config)).out, cli("explain", str(config), "--all").out
+    assert "left out: 1 that compute nothing (--all shows them)" in brief
+    assert ("flatten" in brief, "flatten" in whole) == (False, True)
+    assert "left out" not in whole
+
+
+def test_json(cli: Callable, config: Path) -> None:
+    out = cli("explain", str(config), "--set", "recipe=fp16", "--all", "--json").out
+    data = json.loads(out)
+    assert (data["model"], data["recipe"]) == ("mnist_cnn", "recipe fp16 on fp16 (configuration)")
+    first = next(row for row in data["operations"] if row["module"] == "conv1")
+    assert first == {
+        "module": "conv1",
+        "operation": "conv2d",
+        "inputs": ["fp32", "fp32", "fp32"],
+        "compute": ["fp16"],
+        "outputs": ["fp16"],
+        "rule": "16-bit",
+        "impl": "",
+        "is_view": False,
+    }
+    assert any(row["is_view"] for row in data["operations"])
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--base", "int8"], "base: got 'int8'; input should be 'fp32', 'bf16' or 'fp16'"),
+        (["--set", "recipe=fp9"], "recipe: got 'fp9'; unknown"),
+    ],
+)
+def test_wrong_input_is_one_line_and_code_2(
+    cli: Callable, config: Path, words: list[str], line: str
+) -> None:
+    code, out, err = cli("explain", str(config), *words)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"mixprec: {line}")
