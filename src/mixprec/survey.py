@@ -21,6 +21,7 @@ import torch
 
 from mixprec.formats import FORMATS, FloatFormat
 from mixprec.gemm.api import GemmSpec, resolve_spec
+from mixprec.gemm.widening import has_fast_units
 from mixprec.hardware import GENERATIONS, Accelerator, Generation, find_accelerator, generation
 from mixprec.recipes import PRODUCTS, RECIPES, Recipe
 from mixprec.variables import Machine, Variable, read_variables
@@ -115,7 +116,8 @@ class Device:
 class Survey:
     """What this machine is and runs.
 
-    ``recipes`` and ``formats`` are for the first GPU, where there is none for the CPU.
+    ``recipes``, ``formats`` and ``regions`` (products in a region of 16 bits) are for the first
+    GPU, where there is none for the CPU.
     """
 
     versions: Mapping[str, str]
@@ -125,6 +127,7 @@ class Survey:
     libraries: tuple[Library, ...]
     formats: tuple[Support, ...]
     recipes: tuple[Support, ...]
+    regions: Support
     variables: tuple[Variable, ...]
 
 
@@ -152,6 +155,7 @@ def doctor() -> Survey:
             for fmt in FORMATS.values()
         ),
         recipes=tuple(local_support(recipe) for recipe in RECIPES.values()),
+        regions=region_support(torch.device("cuda" if devices else "cpu")),
         variables=read_variables(os.environ, _machine(devices, features)),
     )
 
@@ -196,6 +200,14 @@ def local_support(recipe: Recipe) -> Support:
         impls=impls,
         reason="; ".join(dict.fromkeys(reasons)),
     )
+
+
+def region_support(device: torch.device) -> Support:
+    """Whether products in a region of 16 bits (``mixprec.amp.autocast``) run natively there."""
+    native = has_fast_units(torch.empty((), device=device))
+    emulated = "operands rounded to 16 bits, FP32 sums, results rounded, at FP32's speed"
+    reason = "torch's own 16-bit products" if native else emulated
+    return Support(name="16-bit regions", native=native, impls={}, reason=f"on {device}: {reason}")
 
 
 def native_support(

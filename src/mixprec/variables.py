@@ -53,6 +53,7 @@ class Variable:
         purpose: What it does where it is read.
         has_effect: Whether it is set, to something that acts, and read here.
         reason: Why it has an effect or none, in a line.
+        warning: What its effect spoils, if it does; else "".
     """
 
     name: str
@@ -60,6 +61,7 @@ class Variable:
     purpose: str
     has_effect: bool
     reason: str
+    warning: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +73,7 @@ class _Row:
     why_not: Callable[[Machine], str | None]
     acts: str = ".*"
     values: str = ""
+    warning: str = ""
 
 
 def read_variables(environment: Mapping[str, str], machine: Machine) -> tuple[Variable, ...]:
@@ -97,7 +100,12 @@ def _read(row: _Row, value: str | None, machine: Machine) -> Variable:
         reason, has_effect = "set, and read here", True
     assert reason is not None
     return Variable(
-        name=row.name, value=value, purpose=row.purpose, has_effect=has_effect, reason=reason
+        name=row.name,
+        value=value,
+        purpose=row.purpose,
+        has_effect=has_effect,
+        reason=reason,
+        warning=row.warning if has_effect else "",
     )
 
 
@@ -169,13 +177,18 @@ def _either(machine: Machine) -> str | None:
 
 
 _FLAG = {"acts": "[01]", "values": "0 or 1"}
-_MATH_MODES = {"acts": "(?i)bf16|any", "values": "bf16 or any"}
+_MATH_MODES = {
+    "acts": "(?i)bf16|any",
+    "values": "bf16 or any",
+    "warning": "oneDNN rounds the operands of FP32 convolutions to BF16, also of those that stand "
+    "in for convolutions of 16 bits; unset it",
+}
 
 _ROWS = (
     _Row(
         name="AMPLITE_LEVEL",
         purpose="optimisation level of train and compare where their configuration names neither "
-        "a recipe nor a level",
+        "a recipe nor a level; they refuse other values than O0 to O3",
         why_not=_anywhere,
         acts="O[0-3]",
         values="O0, O1, O2 or O3",

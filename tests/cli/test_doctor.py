@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 
@@ -34,6 +35,9 @@ HOPPER = survey.Survey(
     ),
     formats=tuple(survey.native_support(fmt, (9, 0)) for fmt in FORMATS.values()),
     recipes=tuple(survey.native_support(recipe, (9, 0)) for recipe in RECIPES.values()),
+    regions=survey.Support(
+        name="16-bit regions", native=True, impls={}, reason="on cuda: torch's own 16-bit products"
+    ),
     variables=read_variables(
         {"NVIDIA_TF32_OVERRIDE": "0", "CUDA_VISIBLE_DEVICES": ",".join(["GPU-5ebf"] * 16)},
         Machine(cuda=(13, 0), capability=(9, 0)),
@@ -71,6 +75,34 @@ def test_hopper_says_that_fp4_is_emulated(cli: Callable, monkeypatch: pytest.Mon
     assert "tf32 494.7" in " ".join(out.split())
     assert "broken, OSError: no x.so" in " ".join(out.split())
     assert max(map(len, out.splitlines())) <= 80
+
+
+def test_says_where_16_bit_products_are_emulated(
+    cli: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = survey.region_support(torch.device("cpu"))
+    assert not here.native
+    assert "operands rounded to 16 bits, FP32 sums, results rounded" in here.reason
+    assert survey.region_support(torch.device("meta")).native
+    monkeypatch.setattr(survey.torch.cuda, "device_count", lambda: 0)
+    out = " ".join(cli("doctor").out.split())
+    assert f"Products in 16-bit regions: emulated; {here.reason}" in out
+    monkeypatch.setattr(survey, "doctor", lambda: HOPPER)
+    out = " ".join(cli("doctor").out.split())
+    assert "Products in 16-bit regions: native; on cuda: torch's own" in out
+
+
+@pytest.mark.parametrize("name", ["ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE"])
+def test_warns_where_fp32_convolutions_are_rounded(
+    cli: Callable, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    units = Machine(has_onednn=True, cpu_features=frozenset({"AMX BF16"}))
+    for machine, warns in ((units, True), (Machine(has_onednn=True), False)):
+        found = dataclasses.replace(HOPPER, variables=read_variables({name: "BF16"}, machine))
+        monkeypatch.setattr(survey, "doctor", lambda found=found: found)
+        out = " ".join(cli("doctor").out.split())
+        assert (f"WARNING: {name}=BF16: oneDNN rounds the operands of FP32 conv" in out) == warns
+    assert "WARNING" not in cli("doctor").out
 
 
 def test_hopper_as_json(cli: Callable, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,6 +107,7 @@ def test_level_of_the_environment_that_there_is_not(
     cli: Callable, config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AMPLITE_LEVEL", "2")
+    assert "they refuse other values than O0 to O3" in " ".join(cli("doctor").out.split())
     code, _, err = cli("train", str(config), "--dry-run")
     assert code == 2
     assert (

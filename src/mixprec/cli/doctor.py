@@ -49,6 +49,11 @@ def _show_machine(found: Survey) -> None:
     out.print(f"CPU: {', '.join(has) or 'no feature known'}; torch uses {found.cpu}")
     out.print(f"     without {', '.join(lacks)}")
     out.print("\n".join(map(_device_line, found.devices)) or "GPU: none")
+    kind = "native" if found.regions.native else "emulated"
+    out.print(f"Products in 16-bit regions: {kind}; {found.regions.reason}")
+    for variable in found.variables:
+        if variable.warning:
+            out.print(f"WARNING: {variable.name}={variable.value}: {variable.warning}")
 
 
 def _variable_cells(variable: Variable) -> tuple[str, str]:
