@@ -15,7 +15,7 @@ import torch
 from mixprec import survey
 from mixprec.formats import FORMATS, FloatFormat
 from mixprec.gemm import GemmSpec, native
-from mixprec.gemm.impl import scaled_mm
+from mixprec.gemm.impl import bf16_mm, scaled_mm
 from mixprec.quantization import QuantSpec, quantize
 from mixprec.recipes import RECIPES, Recipe, get_recipe
 from mixprec.survey import native_support
@@ -151,7 +151,8 @@ def test_native_support_of_a_recipe_agrees_with_the_implementation(
             quantize(torch.zeros(32, 32), dataclasses.replace(spec, amax_history_len=0))
             for spec in (gemm.a, gemm.b)
         )
-        refusals.append(scaled_mm.why_not(a, b, torch.float32))
+        impls = (bf16_mm,) if gemm.a.format == FORMATS["bf16"] else (scaled_mm,)
+        refusals += [impl.why_not(a, b, torch.float32) for impl in impls]
     assert native_support(recipe, capability).native == (not any(refusals))
 
 
@@ -194,6 +195,17 @@ def test_local_support_on_a_cpu_names_the_implementation() -> None:
             "grad_weight": "torch",
         }
         assert "device: " in found.reason
+
+
+@pytest.mark.parametrize(
+    ("impl", "name", "native"),
+    [("bf16_mm", "bf16", True), ("bf16_mm", "fp8_rowwise", False), ("emulated", "bf16", False)],
+)
+def test_local_support_on_bf16_units_is_native_for_bf16_alone(
+    impl: str, name: str, native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(survey, "resolve_spec", lambda *_: (impl, "why"))
+    assert survey.local_support(RECIPES[name]).native == native
 
 
 def test_local_support_takes_a_custom_recipe_with_noise() -> None:

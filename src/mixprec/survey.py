@@ -59,13 +59,12 @@ _CPU_UNITS: Mapping[str, tuple[str, ...]] = {
     "fp16": ("AMX FP16", "AVX-512 FP16"),
 }
 _NO_FEATURES: Mapping[str, bool] = MappingProxyType({})
-_E4M3, _E5M2 = FORMATS["e4m3"], FORMATS["e5m2"]
+_E4M3, _E5M2, _BF16 = FORMATS["e4m3"], FORMATS["e5m2"], FORMATS["bf16"]
 _FP8 = (_E4M3, _E5M2)
-_FP8_IMPL = "scaled_mm"
+_FP8_IMPL, _BF16_IMPL = "scaled_mm", "bf16_mm"
 _FP8_VENDORS = ("nvidia",)
 _NARROW_BITS = 16
 _PLAIN = "torch"
-_NATIVE_IMPLS = (_PLAIN, _FP8_IMPL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,9 +188,9 @@ def local_support(recipe: Recipe) -> Support:
     except RuntimeError as error:
         reason = f"torch fails on {device}: {error}"
         return Support(name=str(recipe), native=False, impls={}, reason=" ".join(reason.split()))
-    impls = {product: impl for product, (impl, _) in picked.items()}
-    emulated = [reason for impl, reason in picked.values() if impl not in _NATIVE_IMPLS]
-    reasons = emulated or [reason for _, reason in picked.values()]
+    impls = {product: impl for product, (impl, *_) in picked.items()}
+    emulated = [reason for _, reason, is_native in picked.values() if not is_native]
+    reasons = emulated or [reason for _, reason, _ in picked.values()]
     if _FP8_IMPL in impls.values() and device.type == "cuda":
         reasons += _notes_on_sums(generation(torch.cuda.get_device_capability()), _FP8)
     return Support(
@@ -206,8 +205,8 @@ def region_support(device: torch.device) -> Support:
     """Whether products in a region of 16 bits (``mixprec.amp.autocast``) run natively there."""
     native = has_fast_units(torch.empty((), device=device))
     emulated = "operands rounded to 16 bits, FP32 sums, results rounded, at FP32's speed"
-    reason = "torch's own 16-bit products" if native else emulated
-    return Support(name="16-bit regions", native=native, impls={}, reason=f"on {device}: {reason}")
+    reason = f"on {device}: " + ("torch's own 16-bit products" if native else emulated)
+    return Support(name="16-bit regions", native=native, impls={}, reason=reason)
 
 
 def native_support(
@@ -282,7 +281,8 @@ class _Place:
     def why_not_product(self, gemm: GemmSpec) -> str | None:
         """Why a product does not run natively here, or None."""
         specs = [spec for spec in (gemm.a, gemm.b) if spec is not None]
-        if not specs:
+        is_nvidia = self.unit is not None and self.unit.vendor in _FP8_VENDORS
+        if not specs or (is_nvidia and _is_bf16(gemm) and not self.why_not_format(_BF16)):
             return None
         for spec in specs:
             if reason := self.why_not_format(spec.format):
@@ -293,11 +293,16 @@ class _Place:
                 return f"blocks of {spec.block}: no implementation has their scales natively"
         if len(specs) == 1:
             return f"{specs[0].format}: no units multiply it with an operand in high precision"
-        if self.unit is None or self.unit.vendor not in _FP8_VENDORS:
+        if not is_nvidia:
             return f"{specs[0].format}: no implementation multiplies it natively on {self}"
         if all(spec.format == _E5M2 for spec in specs):
             return f"{_E5M2}: the units multiply it with {_E4M3} only"
         return None
+
+
+def _is_bf16(gemm: GemmSpec) -> bool:
+    """Whether both operands are BF16 numbers, which units of that type multiply as they are."""
+    return all(spec is not None and spec.format == _BF16 for spec in (gemm.a, gemm.b))
 
 
 def _cpu_formats(features: Mapping[str, bool]) -> tuple[str, ...]:
@@ -385,8 +390,9 @@ def _version(name: str) -> str:
         return ""
 
 
-def _pick(gemm: GemmSpec, device: torch.device) -> tuple[str, str]:
-    """The implementation of a product, and the reason."""
+def _pick(gemm: GemmSpec, device: torch.device) -> tuple[str, str, bool]:
+    """The implementation of a product, the reason, and whether it is native."""
     if gemm == GemmSpec():
-        return _PLAIN, "high precision: torch's own product"
-    return resolve_spec(gemm, device, torch.float32)
+        return _PLAIN, "high precision: torch's own product", True
+    impl, reason = resolve_spec(gemm, device, torch.float32)
+    return impl, reason, impl == _FP8_IMPL or (impl == _BF16_IMPL and _is_bf16(gemm))
