@@ -285,7 +285,8 @@ def demo() -> list[dict[str, Any]]:
     two_bits = {side: {"format": {"exponent": 1, "mantissa": 0}} for side in "ab"}
     products = dict.fromkeys(("output", "grad_input", "grad_weight"), two_bits)
     failing = {"variant_of": "fp8_tensorwise", "name": "two_bits", **products}
-    result = compare.run(recipes=[*compare.DEFAULT_RECIPES, failing], console=quiet())
+    recipes = [*compare.DEFAULT_RECIPES, "bf16_pure", failing]
+    result = compare.run(recipes=recipes, console=quiet())
     return list(result["runs"])
 
 
@@ -295,6 +296,16 @@ def test_the_demo_keeps_fp8_within_a_point_of_fp32(demo: list[dict[str, Any]]) -
     for run in demo[:-1]:
         assert abs(run["accuracy_difference"]) <= 0.01, run["recipe"]
         assert run["train_loss"] < 0.3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("recipe", "points"), [("bf16", 0.5), ("fp16", 0.5), ("bf16_pure", 1.0)])
+def test_the_demo_keeps_16_bits_close_to_fp32(
+    demo: list[dict[str, Any]], recipe: str, points: float
+) -> None:
+    (run,) = (run for run in demo if run["recipe"] == recipe)
+    assert abs(100 * run["accuracy_difference"]) <= points
+    assert run["skipped"] <= 2
 
 
 @pytest.mark.slow
