@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from mixprec.cli.options import Base, Device, Json
 from mixprec.cli.output import console, print_json, print_table
 from mixprec.cli.train import NON_FINITE
 
@@ -56,19 +57,9 @@ def compare(
             show_default=False,
         ),
     ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(help="auto, cpu, mps, cuda or cuda:N; over the file.", show_default=False),
-    ] = None,
-    base: Annotated[
-        str | None,
-        typer.Option(
-            help="fp32, bf16 or fp16, in every recipe: what all but converted layers run in.",
-            metavar="TYPE",
-            show_default=False,
-        ),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+    device: Device = None,
+    base: Base = None,
+    as_json: Json = False,
 ) -> None:
     """Compare recipes: the same model, weights, batches and dropout masks in each.
 

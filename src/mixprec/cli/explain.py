@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mixprec.cli.options import Base, Json, Settings
 from mixprec.cli.output import console, print_json, print_table
 
 if TYPE_CHECKING:
@@ -23,27 +24,12 @@ def explain(
             show_default=False,
         ),
     ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            help="Over the file, as often as needed: --set recipe=bf16",
-            metavar="SECTION.KEY=VALUE",
-            show_default=False,
-        ),
-    ] = None,
-    base: Annotated[
-        str | None,
-        typer.Option(
-            help="fp32, bf16 or fp16: what all but converted layers run in; over the file.",
-            metavar="TYPE",
-            show_default=False,
-        ),
-    ] = None,
+    settings: Settings = None,
+    base: Base = None,
     show_all: Annotated[
         bool, typer.Option("--all", help="Also what computes nothing: view, transpose, reshape.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Which operation runs in which type, and why.
 

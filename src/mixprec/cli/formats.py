@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from mixprec.cli.options import Json
 from mixprec.cli.output import console, print_json, print_table
 from mixprec.formats import FORMAT_ALIASES, FORMATS, FloatFormat, finfo
 
@@ -24,7 +25,7 @@ def formats(
             show_default=False,
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Number formats and their limits, or rounding.
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mixprec.cli.options import Json
 from mixprec.cli.output import console, grouped_by_reason, print_json, print_table
 from mixprec.hardware import ACCELERATORS
 
@@ -35,7 +36,7 @@ def recipes(
             show_default=False,
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+    as_json: Json = False,
 ) -> None:
     """What a recipe does, and where it is native.
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mixprec.cli.options import Base, Device, Json, Settings
 from mixprec.cli.output import print_json, print_table
 
 if TYPE_CHECKING:
@@ -23,15 +24,7 @@ PREEMPTED = 75
 
 def train(
     config: Annotated[Path, typer.Argument(help="A TOML file.", metavar="CONFIG")],
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            help="Over the file, as often as needed: --set train.seed=2",
-            metavar="SECTION.KEY=VALUE",
-            show_default=False,
-        ),
-    ] = None,
+    settings: Settings = None,
     out: Annotated[
         str | None,
         typer.Option(
@@ -44,27 +37,15 @@ def train(
         str | None,
         typer.Option(help="A checkpoint, or auto: the run's newest whole one.", show_default=False),
     ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(help="auto, cpu, mps, cuda or cuda:N; over the file.", show_default=False),
-    ] = None,
-    base: Annotated[
-        str | None,
-        typer.Option(
-            help="fp32, bf16 or fp16: what all but converted layers run in; over the file.",
-            metavar="TYPE",
-            show_default=False,
-        ),
-    ] = None,
+    device: Device = None,
+    base: Base = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="One step, one evaluation batch; nothing is written.")
     ] = False,
     save_model: Annotated[
         bool, typer.Option("--save-model", help="Leave the weights in model.pt.")
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="The result as one JSON document.")
-    ] = False,
+    as_json: Json = False,
 ) -> None:
     """Train a model.
 
