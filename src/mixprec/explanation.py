@@ -19,9 +19,10 @@ from mixprec.nn import QuantizedLinear, convert
 from mixprec.policy import POLICIES, Operation, Region
 from mixprec.recipes import PRODUCTS, RECIPES, Recipe, get_recipe
 from mixprec.rounding import SOURCE_FORMATS
+from mixprec.train import checkpoint
 from mixprec.train.config import Config
 from mixprec.train.models import MODELS
-from mixprec.train.trainer import Trainer, isolated_generators, pick_device
+from mixprec.train.trainer import Trainer, pick_device
 
 LOSS = "(loss)"
 _AUTO = "auto"
@@ -106,7 +107,7 @@ def explain(
         inputs = cast_inputs(inputs, recipe.parameters)
     recording = _Recording(model)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    with isolated_generators(device), recording.region(recipe, policy):
+    with checkpoint.isolated_generators(device), recording.region(recipe, policy):
         output = _call(model, inputs)
         recording.path = LOSS
         if loss is not None:
@@ -119,7 +120,7 @@ def explain_run(config: Config) -> list[OperationRow]:
 
     Raises: ConfigError, ValueError: As ``mixprec.train.run``.
     """
-    with isolated_generators(pick_device(config.train.device)):
+    with checkpoint.isolated_generators(pick_device(config.train.device)):
         trainer = Trainer(config)
         inputs, targets = trainer.batches(0)[0]
         inputs = cast_inputs(inputs, trainer.recipe.parameters)

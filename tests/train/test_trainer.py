@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mixprec.train import checkpoint
+from mixprec.train.checkpoint import isolated_generators
 from mixprec.train.config import Config, ConfigError
 from mixprec.train.faults import NonFiniteError, first_fault
 from mixprec.train.models import MnistCNN
 from mixprec.train.trainer import (
     Trainer,
-    isolated_generators,
     pick_device,
 )
 

@@ -17,7 +17,8 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,16 @@ def set_generators(state: Mapping[str, Any], device: torch.device) -> None:
     torch.set_rng_state(state["torch"])
     if device.type != "cpu" and device.type in state:
         torch.get_device_module(device).set_rng_state(state[device.type], *_which(device))
+
+
+@contextmanager
+def isolated_generators(device: torch.device) -> Iterator[None]:
+    """Training seeds the global generators; leave them to the caller as they were."""
+    before = generators(device)
+    try:
+        yield
+    finally:
+        set_generators(before, device)
 
 
 def _which(device: torch.device) -> tuple[torch.device, ...]:

@@ -22,6 +22,7 @@ from mixprec.measure import saved_bytes, sqnr_db
 from mixprec.nn import QuantizedLinear
 from mixprec.quantization import QuantizedTensor
 from mixprec.recipes import Recipe
+from mixprec.train import checkpoint
 from mixprec.train.config import LEVEL_VARIABLE, Config, from_dict, load
 from mixprec.train.config import to_dict as config_table
 from mixprec.train.data import DATASETS, Dataset
@@ -35,7 +36,7 @@ from mixprec.train.log import (
     write_losses,
 )
 from mixprec.train.recipe_choice import RecipeTable, recipe_label
-from mixprec.train.trainer import StepRecord, Trainer, isolated_generators, pick_device
+from mixprec.train.trainer import StepRecord, Trainer, pick_device
 
 DEFAULT_RECIPES = (
     "fp32",
@@ -182,7 +183,7 @@ def run(
     target = pick_device(start.train.device)
     data = DATASETS[start.data.name](start.data.path)
     folder = None if out is None else create_folder(out)
-    with isolated_generators(target):
+    with checkpoint.isolated_generators(target):
         by_seed = [_one_seed(start, chosen, data, offset, console) for offset in range(seeds)]
     impls = " ".join(record["impl"] for record in by_seed[0])
     result = {

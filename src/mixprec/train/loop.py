@@ -22,7 +22,7 @@ from mixprec.train.log import (
     write_json,
 )
 from mixprec.train.recipe_choice import recipe_label
-from mixprec.train.trainer import Trainer, isolated_generators, pick_device
+from mixprec.train.trainer import Trainer, pick_device
 
 _CHECKPOINTS = "checkpoints"
 _CONFIG = "config.toml"
@@ -72,7 +72,7 @@ def run(
     folder = None if out is None or config.train.dry_run else named_folder(out)
     _check_folder(folder, resume)
     device = pick_device(config.train.device)
-    with isolated_generators(device):
+    with checkpoint.isolated_generators(device):
         trainer = Trainer(config)
         with ProgressLines(trainer.total, console) as lines:
             _resume(trainer, folder, resume, lines)

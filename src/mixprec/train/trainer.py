@@ -8,8 +8,7 @@ for bit (on a CPU; on a GPU as far as its kernels are deterministic).
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from mixprec import nn as layers
 from mixprec.amp.inputs import cast_inputs
 from mixprec.amp.setup import cast_parameters, region, scaler_for, with_update
-from mixprec.recipes import DYNAMIC
+from mixprec.recipes import DYNAMIC, NARROW
 from mixprec.train import checkpoint, optimizers
 from mixprec.train.config import Config, to_dict
 from mixprec.train.data import DATASETS, Dataset, Split, epoch_order, stream_seed
@@ -126,7 +125,7 @@ class Trainer:
             self.optimizer, step_size=1, gamma=config.optimizer.gamma
         )
         layers.attach(self.model, self.optimizer)
-        self._forward = _compiled(self.model, config.train.compile)
+        self._forward = self._compiled(config.train.compile)
         self._epoch_order = (-1, torch.empty(0))
         self.done = 0
         self.loss = math.nan
@@ -161,6 +160,16 @@ class Trainer:
         rows = self._epoch_order[1][place * span : (place + 1) * span].to(self.device)
         data = self.train_rows
         return [(data.inputs[part], data.targets[part]) for part in rows.split(size)]
+
+    def _compiled(self, mode: bool | str) -> Callable[[Tensor], Tensor]:
+        if mode is False:
+            return self.model
+        if self.recipe.base in NARROW and self.device.type == "cpu":
+            raise ValueError(
+                f"train.compile: got {mode!r} on base {self.recipe.base} on a CPU; products of 16 "
+                "bits are emulated there, each outside of the graph; use false, or base fp32"
+            )
+        return torch.compile(self.model, mode=None if mode is True else str(mode))
 
     @property
     def skipped(self) -> int:
@@ -344,16 +353,6 @@ class Trainer:
         return norm
 
 
-@contextmanager
-def isolated_generators(device: torch.device) -> Iterator[None]:
-    """Training seeds the global generators; leave them to the caller as they were."""
-    before = checkpoint.generators(device)
-    try:
-        yield
-    finally:
-        checkpoint.set_generators(before, device)
-
-
 def _on(device: torch.device, split: Split) -> Split:
     return Split(inputs=split.inputs.to(device), targets=split.targets.to(device))
 
@@ -370,12 +369,6 @@ def _convert(model: nn.Module, config: Config) -> layers.Report:
         impl=options.impl,
         seed=config.train.seed,
     )
-
-
-def _compiled(model: nn.Module, mode: bool | str) -> Callable[[Tensor], Tensor]:
-    if mode is False:
-        return model
-    return torch.compile(model, mode=None if mode is True else str(mode))
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
