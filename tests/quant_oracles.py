@@ -13,8 +13,15 @@ from fractions import Fraction
 
 import numpy as np
 import torch
-from oracles import assert_same, code_bits, decode_array, draw, round_fraction, top_code, unit
-from oracles import code_value as value_of_code
+from block_oracles import (
+    E8M0_RULES,
+    kept_factors,
+    scales_of,
+    tensor_factor,
+    to_float32,
+    transform,
+)
+from oracles import assert_same, code_bits, decode_array, draw, round_fraction, unit
 from torch import Tensor
 
 from mixprec.formats import FloatFormat
@@ -23,7 +30,6 @@ from mixprec.noise import Noise
 from mixprec.quantization import QuantizedTensor, QuantSpec
 from mixprec.recipes import Recipe
 
-FLT_MAX = Fraction(2**24 - 1) * Fraction(2) ** 104
 HALF_ULP = {
     torch.float64: 2.0**-53,
     torch.float32: 2.0**-24,
@@ -38,45 +44,19 @@ HALF_SMALLEST = {
 }
 
 
-def floor_log2(x: Fraction) -> int:
-    """The exponent of a positive number."""
-    guess = x.numerator.bit_length() - x.denominator.bit_length()
-    return guess if Fraction(2) ** guess <= x else guess - 1
-
-
-def to_float32(x: Fraction) -> Fraction:
-    """Rounded to an IEEE single, ties to even; unbounded above."""
-    if x == 0:
-        return x
-    step = Fraction(2) ** (max(floor_log2(abs(x)), -126) - 23)
-    return round(x / step) * step
-
-
-def encode_factor(rule: str, amax: Fraction, fmt: FloatFormat) -> Fraction:
-    """What values are multiplied by, for a positive finite amax."""
-    largest = Fraction(value_of_code(fmt, top_code(fmt)))
-    encode = min(to_float32(largest / amax), FLT_MAX)
-    return {"real": encode, "pow2": Fraction(2) ** floor_log2(encode)}[rule]
-
-
-def block_scale(numbers: list[float], spec: QuantSpec) -> tuple[Fraction | None, float, float]:
-    """Encode (None: no finite one), scale and amax of the numbers of one block."""
-    if not all(map(math.isfinite, numbers)):
-        has_nan = any(map(math.isnan, numbers))
-        return None, math.nan, math.nan if has_nan else math.inf
-    amax = max(map(abs, numbers), default=0.0)
-    floored = max(Fraction(amax), Fraction(spec.min_amax))
-    encode = encode_factor(spec.scale_rule, floored, spec.format) if floored else Fraction(1)
-    return encode, float(to_float32(1 / encode)), amax
-
-
 @dataclass(frozen=True)
 class Quantized:
-    """The oracle's answer: values [rows, columns], scale and amax [free, contraction blocks]."""
+    """The oracle's answer.
+
+    values [rows, columns]; for each block [free, contraction blocks] what is kept, the factor that
+    it stands for and amax; the amax of the tensor where the rule has one.
+    """
 
     values: np.ndarray
+    kept: np.ndarray
     scale: np.ndarray
     amax: np.ndarray
+    tensor_amax: float | None
 
 
 def spans(length: int, size: int) -> list[range]:
@@ -104,26 +84,42 @@ def as_matrix(x: Tensor) -> np.ndarray:
     return wide.double().numpy().reshape(rows, columns)
 
 
+def amax_of(numbers: np.ndarray) -> float:
+    """The largest magnitude of a block: NaN beats inf, an empty block has 0."""
+    sizes = [abs(float(number)) for number in numbers.flat]
+    return math.nan if any(map(math.isnan, sizes)) else max(sizes, default=0.0)
+
+
 def quantize_exactly(x: Tensor, spec: QuantSpec, noise: Noise | None = None) -> Quantized:
     """The definition of a dynamic scale, block by block."""
     matrix = as_matrix(x)
+    if spec.hadamard:
+        matrix = transform(matrix, x.dtype)
     rows, columns = (
         spans(length, size) for length, size in zip(matrix.shape, spec.block, strict=True)
     )
-    values = np.zeros(matrix.shape)
-    scale, amax = np.zeros((len(rows), len(columns))), np.zeros((len(rows), len(columns)))
+    blocks = [np.ix_(free, contraction) for free in rows for contraction in columns]
+    amax = [amax_of(matrix[block]) for block in blocks]
+    scales, tensor_amax = scales_of(amax, spec)
     missing = math.nan if spec.format.specials != "none" else 0.0
-    for i, free in enumerate(rows):
-        for j, contraction in enumerate(columns):
-            places = [(r, c) for r in free for c in contraction]
-            numbers = [float(matrix[place]) for place in places]
-            encode, scale[i, j], amax[i, j] = block_scale(numbers, spec)
-            for (r, c), number in zip(places, numbers, strict=True):
-                index = r * matrix.shape[1] + c
+    values = np.zeros(matrix.shape)
+    for block, scale in zip(blocks, scales, strict=True):
+        for r in block[0].flat:
+            for c in block[1].flat:
+                index, number = int(r) * matrix.shape[1] + int(c), float(matrix[r, c])
                 values[r, c] = (
-                    missing if encode is None else round_scaled(number, encode, spec, index, noise)
+                    missing
+                    if scale.encode is None
+                    else round_scaled(number, scale.encode, spec, index, noise)
                 )
-    return Quantized(values, scale, amax)
+    shape = (len(rows), len(columns))
+    return Quantized(
+        values=values,
+        kept=np.array([scale.kept for scale in scales]).reshape(shape),
+        scale=np.array([scale.factor for scale in scales]).reshape(shape),
+        amax=np.array(amax).reshape(shape),
+        tensor_amax=tensor_amax,
+    )
 
 
 def unpacked_codes(q: QuantizedTensor) -> np.ndarray:
@@ -147,18 +143,34 @@ def assert_quantized(
 ) -> None:
     """Values, scales and amaxes equal the oracle's to the bit, and so does what decodes."""
     want = quantize_exactly(x, spec, noise)
-    assert_same(decoded(q), want.values, as_matrix(x))
+    assert_same(decoded(q), want.values)
     assert_same(q.values.reshape(want.values.shape).numpy(), want.values)
-    assert q.shape == x.shape
+    has_columns = x.ndim > 0 or spec.hadamard
+    assert q.shape == ((*x.shape[:-1], want.values.shape[1]) if has_columns else ())
     assert q.spec == spec
-    assert q.scale is not None
-    assert q.amax is not None
-    assert q.scale.dtype == q.amax.dtype == torch.float32
-    assert_same(q.scale.numpy(), want.scale)
-    assert_same(q.amax.numpy(), want.amax)
+    assert_scales(q, want)
     with np.errstate(over="ignore", invalid="ignore"):
         back = want.values.astype(np.float32) * repeated(want.scale, spec, want.values.shape)
+        if want.tensor_amax is not None:
+            back = back * np.float32(tensor_factor(want.tensor_amax))
     assert_same(q.dequantize().reshape(want.values.shape).numpy(), back)
+
+
+def assert_scales(q: QuantizedTensor, want: Quantized) -> None:
+    """What is kept of each block, the factors that it gives, and the amaxes."""
+    assert q.scale is not None
+    assert q.amax is not None
+    has_codes = q.spec.scale_rule in E8M0_RULES or want.tensor_amax is not None
+    assert q.scale.dtype == (torch.uint8 if has_codes else torch.float32)
+    assert q.amax.dtype == q.block_scale.dtype == torch.float32
+    assert_same(q.scale.numpy(), want.kept)
+    assert_same(q.block_scale.numpy(), want.scale)
+    assert_same(q.amax.numpy(), want.amax)
+    assert (q.tensor_amax is None) == (q.tensor_scale is None) == (want.tensor_amax is None)
+    if q.tensor_amax is not None and q.tensor_scale is not None:
+        assert q.tensor_amax.shape == q.tensor_scale.shape == (1, 1)
+        assert q.tensor_amax.item() == want.tensor_amax
+        assert q.tensor_scale.item() == tensor_factor(q.tensor_amax.item())
 
 
 def repeated(per_block: np.ndarray, spec: QuantSpec, shape: tuple[int, ...]) -> np.ndarray:
@@ -175,9 +187,9 @@ def exact_operand(x: QuantizedTensor | Tensor) -> Tensor:
     values = torch.from_numpy(decoded(x))
     if x.scale is None:
         return values
-    return values * torch.from_numpy(
-        repeated(x.scale.numpy(), x.spec, tuple(values.shape)).astype(np.float64)
-    )
+    factors = repeated(kept_factors(x), x.spec, tuple(values.shape)).astype(np.float64)
+    whole = 1.0 if x.tensor_amax is None else tensor_factor(x.tensor_amax.item())
+    return values * torch.from_numpy(factors) * whole
 
 
 def assert_product(
@@ -235,5 +247,8 @@ def specs_of(fmt: FloatFormat) -> Iterator[QuantSpec]:
     for block in ((-1, -1), (1, -1), (-1, 1), (1, 4), (1, 32), (16, 16), (3, -1), (-1, 5)):
         for rule in ("real", "pow2"):
             yield QuantSpec(format=fmt, block=block, scale_rule=rule)
+    for rule in E8M0_RULES:
+        yield QuantSpec(format=fmt, block=(1, 32), scale_rule=rule)
+    yield QuantSpec(format=fmt, block=(16, 16), scale_rule="e8m0_rceil")
     yield QuantSpec(format=fmt, block=(1, -1), min_amax=1e-12)
     yield QuantSpec(format=fmt, block=(1, -1), scale_rule="pow2", min_amax=0.5)

@@ -383,8 +383,8 @@ def test_quantize_names_what_it_cannot_do(
         ({"amax_compute_algo": "mean"}, r"amax_compute_algo: got 'mean'; must be one of max"),
         ({"amax_history_len": 4, "block": (1, -1)}, r"delayed scaling keeps one scale a tensor"),
         ({"amax_history_len": 4, "scale_rule": "none"}, r"delayed scaling keeps one scale"),
-        ({"scale_rule": "none", "block": (1, -1)}, r"without a scale neither has a meaning"),
-        ({"scale_rule": "none", "min_amax": 1.0}, r"without a scale neither has a meaning"),
+        ({"scale_rule": "none", "block": (1, -1)}, r"without a scale they have no meaning"),
+        ({"scale_rule": "none", "min_amax": 1.0}, r"without a scale they have no meaning"),
     ],
 )
 def test_spec_refuses_what_does_not_go_together(fields: dict[str, object], match: str) -> None:

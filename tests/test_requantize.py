@@ -31,6 +31,8 @@ def test_requantizing_gives_the_same_codes(fmt: FloatFormat, dtype: torch.dtype)
     # between float32 numbers: a float64 source has to pass through float32 both times
     x = (torch.randn(33, 65, dtype=torch.float64) + 1e-12).to(dtype)
     q = quantize(x, QuantSpec(format=fmt))
-    again = requantize(x, q.scale, q.amax, q.encode, q.spec)
-    assert torch.equal(again.codes, q.codes)
+    again = requantize(
+        x, q.spec, scale=q.scale, encode=q.encode, amax=q.amax, tensor_amax=q.tensor_amax
+    )
+    assert torch.equal(again.packed().codes, q.codes)
     assert torch.equal(again.dequantize(), q.dequantize())

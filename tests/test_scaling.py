@@ -8,17 +8,18 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from block_oracles import FLT_MAX, encode_factor, floor_log2, to_float32
 from oracles import EVERY_FORMAT
-from quant_oracles import FLT_MAX, encode_factor, floor_log2, spans, to_float32
+from quant_oracles import spans
 
 from mixprec.formats import FORMATS, FloatFormat
+from mixprec.scale_rules import make_scales
 from mixprec.scaling import (
     DelayedState,
     block_amax,
     delayed_amax,
     delayed_state,
     discard_pending,
-    encode_and_scale,
     expand_blocks,
     join_state,
     record_amax,
@@ -27,6 +28,8 @@ from mixprec.scaling import (
 )
 
 E4M3 = FORMATS["e4m3"]
+UP_TO_SEVEN = FloatFormat(exponent=2, mantissa=2)
+UP_TO_FOUR = FloatFormat(exponent=2, mantissa=0)
 SCALED = [fmt for fmt in EVERY_FORMAT if fmt.signed and fmt.exponent < 8]
 BLOCKS = [(-1, -1), (1, -1), (-1, 1), (1, 32), (16, 16), (128, 128), (1, 128), (3, 7), (2, -1)]
 TINY = [1e-45, 2e-45, 1e-40, 5.9e-39, 1.17549435e-38, 6.3e-38, 1.316e-36, 1.317e-36, 1.318e-36]
@@ -47,7 +50,7 @@ def test_rule_equals_exact_arithmetic(rule: str, fmt: FloatFormat) -> None:
     numbers = amaxes()
     if Fraction(fmt.max) / FLT_MAX < Fraction(2) ** -126:
         numbers = [x for x in numbers if Fraction(fmt.max) / Fraction(x) >= Fraction(2) ** -126]
-    encode, scale = encode_and_scale(torch.tensor(numbers), rule, fmt.max)
+    encode, scale = make_scales(torch.tensor(numbers), rule, fmt)[:2]
     exact = [encode_factor(rule, Fraction(amax), fmt) for amax in numbers]
     assert encode.tolist() == [float(factor) for factor in exact]
     assert scale.tolist() == [float(to_float32(1 / factor)) for factor in exact]
@@ -56,8 +59,8 @@ def test_rule_equals_exact_arithmetic(rule: str, fmt: FloatFormat) -> None:
 def test_pow2_is_the_power_below_even_one_ulp_below_a_power() -> None:
     powers = torch.arange(-125.0, 128, dtype=torch.float64).exp2()
     below = powers * (1 - 2.0**-24)
-    real, _ = encode_and_scale(1.75 / below, "real", 1.75)
-    encode, scale = encode_and_scale(1.75 / below, "pow2", 1.75)
+    real = make_scales(7 / below, "real", UP_TO_SEVEN).encode
+    encode, scale, _ = make_scales(7 / below, "pow2", UP_TO_SEVEN)
     assert torch.equal(real.double(), below)
     assert torch.equal(encode.double(), powers / 2)
     assert torch.equal(encode * scale, torch.ones(253))
@@ -65,7 +68,7 @@ def test_pow2_is_the_power_below_even_one_ulp_below_a_power() -> None:
 
 @pytest.mark.parametrize("scale", [0.75, 0.3, 1.5, 2.0**-3, 2.0**-3 - 2.0**-27])
 def test_pow2_takes_the_floor_of_the_exponent(scale: float) -> None:
-    encode, _ = encode_and_scale(torch.tensor([1 / scale], dtype=torch.float64), "pow2", 1.0)
+    encode = make_scales(torch.tensor([4 / scale], dtype=torch.float64), "pow2", UP_TO_FOUR).encode
     floors = {0.75: -1, 0.3: -2, 1.5: 0, 2.0**-3: -3, 2.0**-3 - 2.0**-27: -4}
     assert encode.item() == 2.0 ** floors[scale]
 
@@ -73,7 +76,7 @@ def test_pow2_takes_the_floor_of_the_exponent(scale: float) -> None:
 @pytest.mark.parametrize("rule", ["real", "pow2"])
 def test_special_amaxes(rule: str) -> None:
     amax = torch.tensor([0.0, math.nan, math.inf, 1e-45])
-    encode, scale = encode_and_scale(amax, rule, E4M3.max)
+    encode, scale = make_scales(amax, rule, E4M3)[:2]
     assert (encode[0].item(), scale[0].item()) == (1.0, 1.0)
     assert encode[1:3].isnan().all()
     assert scale[1:3].isnan().all()
@@ -82,13 +85,13 @@ def test_special_amaxes(rule: str) -> None:
 
 
 def test_min_amax_comes_before_the_test_for_zero() -> None:
-    encode, _ = encode_and_scale(torch.tensor([0.0, 1e-20, 1.0]), "real", E4M3.max, 1e-12)
+    encode = make_scales(torch.tensor([0.0, 1e-20, 1.0]), "real", E4M3, 1e-12).encode
     floor = float(to_float32(Fraction(448) / Fraction(1e-12)))
     assert encode.tolist() == [floor, floor, 448.0]
 
 
 def test_min_amax_keeps_a_block_with_nan_or_inf_invalid() -> None:
-    encode, scale = encode_and_scale(torch.tensor([math.nan, math.inf]), "real", E4M3.max, 1e-12)
+    encode, scale = make_scales(torch.tensor([math.nan, math.inf]), "real", E4M3, 1e-12)[:2]
     assert encode.isnan().all()
     assert scale.isnan().all()
 

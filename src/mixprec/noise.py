@@ -12,6 +12,7 @@ Sources: the 32-bit mixer "lowbias32" and SplitMix64, both in the public domain.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,23 +24,28 @@ def signed(value: int, bits: int) -> int:
     return value - (1 << bits) if value >> (bits - 1) else value
 
 
-def _shift(x: Tensor, count: int) -> Tensor:
-    """Logical right shift: torch shifts signed integers arithmetically."""
-    width = 8 * x.element_size()
-    return (x >> count) & ((1 << (width - count)) - 1)
+# draws that stay in a core's cache through the passes over them
+_STRETCH = 1 << 18
+_ALL_64 = (1 << 64) - 1
 
 
-def _splitmix(z: Tensor) -> Tensor:
-    z = z + signed(0x9E3779B97F4A7C15, 64)
-    z = (z ^ _shift(z, 30)) * signed(0xBF58476D1CE4E5B9, 64)
-    z = (z ^ _shift(z, 27)) * signed(0x94D049BB133111EB, 64)
-    return z ^ _shift(z, 31)
+def _splitmix(z: int | Tensor) -> Any:
+    """Of a number from 0 to 2^64 - 1, or of an int64 tensor, which wraps by itself."""
+    mask = -1 if isinstance(z, Tensor) else _ALL_64
+    z = z + signed(0x9E3779B97F4A7C15, 64) & mask
+    z = (z ^ z >> 30 & (1 << 34) - 1) * signed(0xBF58476D1CE4E5B9, 64) & mask
+    z = (z ^ z >> 27 & (1 << 37) - 1) * signed(0x94D049BB133111EB, 64) & mask
+    return z ^ z >> 31 & (1 << 33) - 1
 
 
-def _mix(x: Tensor) -> Tensor:
-    x = (x ^ _shift(x, 16)) * signed(0x7FEB352D, 32)
-    x = (x ^ _shift(x, 15)) * signed(0x846CA68B, 32)
-    return x ^ _shift(x, 16)
+def _mix(x: Tensor, spare: Tensor) -> Tensor:
+    """In the memory of x, int32, with a buffer of its size."""
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):
+        torch.bitwise_right_shift(x, shift, out=spare)
+        x.bitwise_xor_(spare.bitwise_and_((1 << (32 - shift)) - 1))
+        if factor != 1:
+            x.mul_(signed(factor, 32))
+    return x
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,12 +74,19 @@ class Noise:
                 f"seed: got {self.seed!r}; must be a whole number from 0 to 2^64 - 1; change it"
             )
 
-    def draws(self, shape: tuple[int, int], device: torch.device | str | None = None) -> Tensor:
+    def draws(
+        self,
+        shape: tuple[int, int],
+        device: torch.device | str | None = None,
+        *,
+        column_major: bool = False,
+    ) -> Tensor:
         """24-bit draws for an operand of (free, contraction) elements.
 
         Args:
             shape: Rows and columns of the tensor.
             device: Where the draws go; the default device when None.
+            column_major: The memory layout of the result, for an operand that is a transpose.
 
         Returns:
             int32 tensor of that shape, each element in [0, 2^24); u = draw / 2^24.
@@ -86,19 +99,35 @@ class Noise:
                 "number of columns"
             )
         k0, k1 = self._keys(device)
-        row = torch.arange(self.row, self.row + rows, dtype=torch.int64, device=device)[:, None]
+        row = torch.arange(self.row, self.row + rows, dtype=torch.int64, device=device) * columns
         column = torch.arange(self.column, self.column + width, dtype=torch.int64, device=device)
-        base = row * columns
-        low = base.to(torch.int32) + column.to(torch.int32)
-        mixed = _mix(low ^ k0) + k1
-        if (self.row + rows) * columns > 1 << 32:
-            high = ((base + column) >> 32).to(torch.int32)
-            mixed = mixed + high * signed(0x9E3779B9, 32)
-        return _shift(_mix(mixed), 8)
+        outer, inner = (column, row) if column_major else (row, column)
+        has_high = (self.row + rows) * columns > 1 << 32
+        draws = torch.empty((len(outer), len(inner)), dtype=torch.int32, device=device)
+        length = len(outer)
+        if draws.device.type == "cpu" and not torch.compiler.is_compiling():
+            length = max(1, _STRETCH // max(1, len(inner)))
+        spare = torch.empty_like(draws[:length])
+        for start in range(0, len(outer), max(1, length)):
+            part, first = draws[start : start + length], outer[start : start + length, None]
+            torch.add(first.to(torch.int32), inner.to(torch.int32), out=part)
+            _mix(part.bitwise_xor_(k0), spare[: len(part)]).add_(k1)
+            if has_high:
+                high = ((first + inner) >> 32).to(torch.int32)
+                part.add_(high * signed(0x9E3779B9, 32))
+            _mix(part, spare[: len(part)])
+            part.bitwise_right_shift_(8).bitwise_and_((1 << 24) - 1)
+        return draws.t() if column_major else draws
 
-    def _keys(self, device: torch.device | str | None) -> tuple[Tensor, Tensor]:
-        key = torch.full((), signed(self.seed, 64), dtype=torch.int64, device=device)
-        for part in (self.step, self.stream):
-            key = _splitmix(key) ^ (part if isinstance(part, Tensor) else signed(part, 64))
-        key = _splitmix(key)
-        return key.to(torch.int32), _shift(key, 32).to(torch.int32)
+    def _keys(self, device: torch.device | str | None) -> tuple[Any, Any]:
+        """The two halves of the key; numbers where the step can be read without waiting."""
+        step = self.step
+        if isinstance(step, Tensor):
+            if step.device.type == "cpu" and not torch.compiler.is_compiling():
+                step = int(step) & _ALL_64
+            else:
+                seed = torch.full((), signed(self.seed, 64), dtype=torch.int64, device=device)
+                key = _splitmix(_splitmix(_splitmix(seed) ^ step) ^ self.stream)
+                return key.to(torch.int32), (key >> 32).to(torch.int32)
+        key = _splitmix(_splitmix(_splitmix(self.seed) ^ step & _ALL_64) ^ self.stream)
+        return signed(key, 32), signed(key >> 32, 32)

@@ -7,7 +7,8 @@ from typing import get_args
 
 from mixprec.formats import FloatFormat, get_format
 from mixprec.rounding import Rounding
-from mixprec.scaling import SCALE_RULES, AmaxComputeAlgo, Block
+from mixprec.scale_rules import RULE_FORMATS, SCALE_RULES
+from mixprec.scaling import AmaxComputeAlgo, Block
 
 UNSCALED = "none"
 # sums of 2^20 products of values below 2^54 stay below FP32's 2^128
@@ -22,9 +23,11 @@ class QuantSpec:
         format: Format of the values.
         block: (free, contraction) elements that share a scale; -1 is the whole axis: tensor (-1,
             -1), row (1, -1), MX (1, 32), tile (128, 128).
-        scale_rule: From amax to scale: ``real``, ``pow2``, or ``none`` (values are rounded as they
-            are, without a scale).
+        scale_rule: From amax to scale, a name in ``scale_rules.SCALE_RULES``; or ``none``: values
+            are rounded as they are, without a scale.
         rounding: Rounding of x * encode to the format.
+        hadamard: Whether each 16 elements along the contraction are transformed first; both
+            operands of a product are or neither, which leaves it unchanged.
         min_amax: Floor under amax before the scale is made.
         amax_history_len: 0 for a scale from the data at hand; above 0 for delayed scaling, a scale
             from the last so many amaxes.
@@ -40,6 +43,7 @@ class QuantSpec:
     block: Block = (-1, -1)
     scale_rule: str = "real"
     rounding: Rounding = "nearest_even"
+    hadamard: bool = False
     min_amax: float = 0.0
     amax_history_len: int = 0
     amax_compute_algo: AmaxComputeAlgo = "max"
@@ -97,10 +101,17 @@ class QuantSpec:
                 f"scale_rule {self.scale_rule!r}; delayed scaling keeps one scale a tensor; use "
                 "block=(-1, -1) and a scale rule, or amax_history_len=0"
             )
-        if not is_scaled and (self.block != (-1, -1) or self.min_amax):
+        if not is_scaled and (self.block != (-1, -1) or self.min_amax or self.hadamard):
             raise ValueError(
-                f"scale_rule: got 'none' with block {self.block} and min_amax {self.min_amax}; "
-                "without a scale neither has a meaning; leave both at their defaults"
+                f"scale_rule: got 'none' with block {self.block}, min_amax {self.min_amax} and "
+                f"hadamard {self.hadamard}; without a scale they have no meaning; leave them at "
+                "their defaults"
+            )
+        formats = RULE_FORMATS.get(self.scale_rule, (self.format.name,))
+        if self.format.name not in formats:
+            raise ValueError(
+                f"format: got {self.format} with scale_rule {self.scale_rule!r}; the rule is made "
+                f"for {', '.join(formats)}; use e8m0_rceil for other formats"
             )
         if not self.saturate and (is_scaled or not self.format.has_inf or self.is_stochastic):
             raise ValueError(
@@ -122,7 +133,8 @@ class QuantSpec:
     @property
     def is_symmetric(self) -> bool:
         """Whether quantising commutes with transposing: the same values serve both contractions."""
-        return self.block[0] == self.block[1] and not self.is_stochastic
+        is_square = self.block[0] == self.block[1]
+        return is_square and not self.is_stochastic and not self.hadamard
 
 
 def as_spec(spec: QuantSpec | FloatFormat | str) -> QuantSpec:

@@ -1,6 +1,6 @@
-"""Quantised operands: a specification, codes with their scales, and the way there and back.
+"""Quantising: from a tensor and a specification to codes with their scales.
 
-    values = round(x * encode)        x ~= values * scale
+    values = round(x * encode)
 
 The layer between scales (``scaling``) and products (``gemm``). An operand is [free, contraction]:
 rows are the product of the leading axes, the contraction axis is last.
@@ -8,134 +8,21 @@ rows are the product of the leading axes, the contraction axis is last.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from mixprec.codes import (
-    code_dtype,
-    codes_of,
-    decode,
-    float8_dtype,
-    pack_nibbles,
-    unpack_nibbles,
-)
-from mixprec.formats import FloatFormat, get_format
+from mixprec.codes import code_dtype, codes_of, float8_dtype, round_to_codes
+from mixprec.formats import FloatFormat
+from mixprec.hadamard import hadamard
 from mixprec.noise import Noise
 from mixprec.quant_spec import UNSCALED, QuantSpec, as_spec
-from mixprec.rounding import (
-    SOURCE_FORMATS,
-    can_look_at,
-    check_floating,
-    half_dtype,
-    holds,
-    round_float,
-)
-from mixprec.scaling import (
-    DelayedState,
-    block_amax,
-    delayed_amax,
-    encode_and_scale,
-    expand_blocks,
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class QuantizedTensor:
-    """An operand in codes: x ~= values * scale.
-
-    Args:
-        codes: Bit patterns of x's shape (4-bit formats: two a byte along the last axis, the even
-            index in the low nibble, a last odd nibble padded with 0).
-        scale: float32 [free blocks, contraction blocks]; None without a scale.
-        amax: The data's own largest magnitudes, float32, of scale's shape; None when unknown.
-        encode: The factors that x was multiplied by, of scale's shape; None when unknown.
-        held: Values decoded ahead and their factor (``codes.decode_unscaled``), for an operand of
-            several products; else None.
-        spec: How it was quantised.
-        shape: Logical shape of x.
-    """
-
-    codes: Tensor
-    scale: Tensor | None
-    amax: Tensor | None
-    spec: QuantSpec
-    shape: torch.Size
-    encode: Tensor | None = None
-    held: tuple[Tensor, float] | None = None
-
-    @property
-    def matrix_shape(self) -> tuple[int, int]:
-        """(free, contraction) elements."""
-        return _matrix_shape(self.shape)
-
-    @property
-    def values(self) -> Tensor:
-        """The decoded values without their scales, float32 (float64 for wider formats)."""
-        fmt = self.spec.format
-        dtype = torch.float32 if holds(get_format("fp32"), fmt) else torch.float64
-        return decode(self._unpacked_codes(), fmt, dtype)
-
-    def _unpacked_codes(self) -> Tensor:
-        fmt = self.spec.format
-        if not _is_packed(fmt):
-            return self.codes
-        width = self.shape[-1] if self.shape else 1
-        return unpack_nibbles(self.codes, fmt)[..., :width].reshape(self.shape)
-
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """values * scale, in float32, then rounded to dtype.
-
-        Returns:
-            Tensor of ``shape``. A block with a NaN scale is NaN throughout.
-        """
-        values = self.values
-        if self.scale is not None:
-            scale = expand_blocks(self.scale, self.spec.block, self.matrix_shape)
-            values = (values.reshape(self.matrix_shape) * scale).reshape(self.shape)
-        return values.to(dtype)
-
-    def t(self) -> QuantizedTensor:
-        """The same values transposed, as views (packed codes are packed anew); 2-D.
-
-        Raises:
-            ValueError: Another number of axes.
-        """
-        if len(self.shape) != 2:
-            raise ValueError(
-                f"shape: got {tuple(self.shape)}; only a matrix is transposed; reshape x before it "
-                "is quantised"
-            )
-        free, contraction = self.spec.block
-        is_square = free == contraction
-        return QuantizedTensor(
-            codes=_stored(self._unpacked_codes().t(), self.spec.format),
-            scale=_transposed(self.scale),
-            amax=_transposed(self.amax),
-            encode=_transposed(self.encode),
-            held=None if self.held is None else (self.held[0].t(), self.held[1]),
-            spec=self.spec if is_square else replace(self.spec, block=(contraction, free)),
-            shape=torch.Size(self.shape[::-1]),
-        )
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of codes and scales."""
-        return self.codes.nbytes + (0 if self.scale is None else self.scale.nbytes)
-
-
-def _transposed(per_block: Tensor | None) -> Tensor | None:
-    return per_block if per_block is None or per_block.numel() == 1 else per_block.t()
-
-
-def _matrix_shape(shape: torch.Size) -> tuple[int, int]:
-    return (shape[:-1].numel(), shape[-1]) if shape else (1, 1)
-
-
-def _is_packed(fmt: FloatFormat) -> bool:
-    return fmt.bits == 4
-
+from mixprec.quantized_tensor import QuantizedTensor, matrix_shape
+from mixprec.rounding import SOURCE_FORMATS, can_look_at, check_floating, half_dtype, round_float
+from mixprec.scale_rules import SCALE_RULES, make_scales
+from mixprec.scaling import DelayedState, block_amax, delayed_amax, pieces, times_blocks
 
 Operand = Tensor | QuantizedTensor
 """What a product takes: a high-precision tensor, or a quantised one."""
@@ -147,11 +34,13 @@ def quantize(
     *,
     noise: Noise | None = None,
     state: DelayedState | None = None,
+    packed: bool = True,
 ) -> QuantizedTensor:
     """x in codes and scales.
 
     amax over each block, in x's own type; encode and scale by the rule; codes of round(x * encode)
-    in FP32 (a float64 x is rounded to float32 first). Finite values saturate.
+    in FP32 (a float64 x is rounded to float32 first). Finite values saturate. With
+    ``spec.hadamard`` all of this happens to the transformed x, its contraction padded to 16s.
 
     Args:
         x: [..., contraction], float16, bfloat16, float32 or float64, any strides.
@@ -159,6 +48,7 @@ def quantize(
         noise: For stochastic rounding; rows and columns as the operand sees them.
         state: For delayed scaling: the scale comes from its history (from x while that is empty).
             It is not changed: pass the result's amax to ``scaling.record_amax``.
+        packed: 4-bit codes two a byte; False spares packing on the way to one product.
 
     Returns:
         Codes, scale, amax.
@@ -189,32 +79,39 @@ def quantize(
             "state: got None; delayed scaling needs it; pass mixprec.scaling.delayed_state(), or a "
             "spec with amax_history_len=0"
         )
-    matrix = _source(x, spec)
-    if x.ndim != 2:
-        matrix = matrix.reshape(_matrix_shape(x.shape))
-    amax = scale = encode = None
+    matrix = as_matrix(x, spec)
+    shape = torch.Size((*x.shape[:-1], matrix.shape[1])) if x.ndim or spec.hadamard else x.shape
+    amax = scale = encode = tensor_amax = None
     if spec.scale_rule == UNSCALED:
         codes = _codes(matrix, spec, noise)
     else:
         amax = block_amax(matrix, spec.block)
         used = amax if state is None else delayed_amax(state, spec.amax_compute_algo, amax)
-        encode, scale = encode_and_scale(used, spec.scale_rule, spec.format.max, spec.min_amax)
+        encode, scale, tensor_amax = make_scales(used, spec.scale_rule, spec.format, spec.min_amax)
         amax = amax.to(torch.float32)
         codes = _scaled_codes(matrix, spec, encode, amax, noise)
     if x.ndim != 2:
-        codes = codes.reshape(x.shape)
-    return QuantizedTensor(
-        codes=_stored(codes, spec.format),
+        codes = codes.reshape(shape)
+    result = QuantizedTensor(
+        codes=codes,
         scale=scale,
         amax=amax,
         encode=encode,
+        tensor_amax=tensor_amax,
         spec=spec,
-        shape=x.shape,
+        shape=shape,
     )
+    return result.packed() if packed else result
 
 
 def requantize(
-    x: Tensor, scale: Tensor, amax: Tensor | None, encode: Tensor, spec: QuantSpec
+    x: Tensor,
+    spec: QuantSpec,
+    *,
+    scale: Tensor,
+    encode: Tensor,
+    amax: Tensor | None,
+    tensor_amax: Tensor | None,
 ) -> QuantizedTensor:
     """``quantize(x, spec)`` again by what it gave, for a matrix that has not changed since.
 
@@ -223,13 +120,31 @@ def requantize(
     """
     codes = _scaled_codes(_source(x, spec), spec, encode, amax, None)
     return QuantizedTensor(
-        codes=_stored(codes, spec.format),
+        codes=codes,
         scale=scale,
         amax=amax,
         encode=encode,
+        tensor_amax=tensor_amax,
         spec=spec,
         shape=x.shape,
     )
+
+
+def as_matrix(x: Tensor, spec: QuantSpec) -> Tensor:
+    """What is scaled and rounded, [free, contraction]: x, transformed where the spec says so."""
+    matrix = _source(x, spec)
+    if x.ndim != 2:
+        matrix = matrix.reshape(matrix_shape(x.shape))
+    if not spec.hadamard:
+        return matrix
+    transformed = hadamard(matrix)
+    is_wide = transformed.dtype != x.dtype and x.element_size() == 2
+    return _rounded_to(transformed, x.dtype) if is_wide else transformed
+
+
+def _rounded_to(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """float32 numbers rounded to a 16-bit type, in float32."""
+    return round_float(x, SOURCE_FORMATS[dtype], "nearest_even", None, saturate=False)
 
 
 def _source(x: Tensor, spec: QuantSpec) -> Tensor:
@@ -238,8 +153,7 @@ def _source(x: Tensor, spec: QuantSpec) -> Tensor:
     if torch.compiler.is_compiling() and x.element_size() == 2:
         # Inductor carries a 16-bit tensor that the same graph made in FP32, unrounded: rounding
         # again changes nothing but that
-        fmt = SOURCE_FORMATS[x.dtype]
-        return round_float(x.float(), fmt, "nearest_even", None, saturate=False)
+        return _rounded_to(x.float(), x.dtype)
     is_wide = x.dtype == torch.float64 and spec.scale_rule != UNSCALED
     return x.float() if is_wide else x
 
@@ -247,12 +161,50 @@ def _source(x: Tensor, spec: QuantSpec) -> Tensor:
 def _scaled_codes(
     x: Tensor, spec: QuantSpec, encode: Tensor, amax: Tensor | None, noise: Noise | None
 ) -> Tensor:
+    free = spec.block[0]
+    step = pieces(x, max(free, 1))
+    if step is not None:
+        return torch.cat(
+            [
+                _scaled_codes(
+                    x[start : start + step],
+                    spec,
+                    encode if free == -1 else encode[start // free : (start + step) // free],
+                    amax,
+                    noise and replace(noise, row=noise.row + start),
+                )
+                for start in range(0, x.shape[0], step)
+            ]
+        )
     # both are 2-D, so that a bfloat16 x is promoted: times a 0-d float32 it would stay bfloat16
-    scaled = x * expand_blocks(encode, spec.block, (x.shape[0], x.shape[1]))
+    scaled = times_blocks(x, encode, spec.block)
+    if SCALE_RULES[spec.scale_rule].exceeds:
+        scaled = scaled.clamp_(-spec.format.max, spec.format.max)
+    is_compiled = torch.compiler.is_compiling()
+    if _is_narrow(spec) and not (is_compiled or _is_known_finite(encode)):
+        # the format has no code for NaN; the block's scale is NaN
+        scaled = scaled.nan_to_num_(nan=0.0)
     if spec.is_delayed:
         assert amax is not None
         scaled = _saturate(scaled, x, amax, encode, spec.format)
     return _codes(scaled, spec, noise)
+
+
+def _is_known_finite(encode: Tensor) -> bool:
+    return can_look_at(encode) and (not encode.numel() or math.isfinite(encode.amax()))
+
+
+def _is_in_range(spec: QuantSpec) -> bool:
+    """Whether scaled values are in the range of a format with NaN, or NaN, in ordinary layout."""
+    is_dynamic = spec.scale_rule != UNSCALED and not spec.is_delayed
+    return is_dynamic and float8_dtype(spec.format) is not None and spec.rounding == "nearest_even"
+
+
+def _is_narrow(spec: QuantSpec) -> bool:
+    """Whether ``round_to_codes`` serves the spec."""
+    fmt = spec.format
+    is_rounding_known = spec.rounding in ("nearest_even", "stochastic")
+    return fmt.specials == "none" and fmt.mantissa > 0 and fmt.bits <= 8 and is_rounding_known
 
 
 def _saturate(scaled: Tensor, x: Tensor, amax: Tensor, encode: Tensor, fmt: FloatFormat) -> Tensor:
@@ -276,6 +228,13 @@ def _codes(scaled: Tensor, spec: QuantSpec, noise: Noise | None) -> Tensor:
     arithmetic, since Inductor on some CPUs casts through float16 and rounds twice.
     """
     fmt = spec.format
+    if _is_narrow(spec) or (torch.compiler.is_compiling() and _is_in_range(spec)):
+        draws = None
+        if noise is not None and spec.is_stochastic:
+            column_major = scaled.stride(0) == 1 and scaled.stride(1) > 1
+            shape = (scaled.shape[0], scaled.shape[1])
+            draws = noise.draws(shape, scaled.device, column_major=column_major)
+        return round_to_codes(scaled, fmt, draws)
     native = _cast_dtype(spec) if scaled.dtype != torch.float64 else None
     if native is not None and not torch.compiler.is_compiling():
         return scaled.to(native).view(code_dtype(fmt))
@@ -293,14 +252,3 @@ def _cast_dtype(spec: QuantSpec) -> torch.dtype | None:
     if spec.scale_rule != UNSCALED:
         return float8_dtype(spec.format)
     return None if spec.saturate else half_dtype(spec.format)
-
-
-def _stored(codes: Tensor, fmt: FloatFormat) -> Tensor:
-    """Codes as a QuantizedTensor holds them: 4-bit ones two a byte, padded to an even number."""
-    if not _is_packed(fmt):
-        return codes
-    if codes.ndim == 0:
-        codes = codes.reshape(1)
-    if codes.shape[-1] % 2:
-        codes = torch.nn.functional.pad(codes, (0, 1))
-    return pack_nibbles(codes, fmt)

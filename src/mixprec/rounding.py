@@ -112,6 +112,21 @@ def _round_by_scaling(
     return whole * step.view(x.dtype)
 
 
+def _round_by_adding(x: Tensor, fmt: FloatFormat) -> Tensor:
+    """|x| rounded to nearest even: beside 1.5 * 2^23 steps a float32 has no digits below a step.
+
+    The sum is exact but for that rounding, however a compiler contracts it: the factor is a power
+    of two. Twice as fast as ``_round_by_scaling``; formats with mantissa bits only.
+    """
+    layout = LAYOUTS[x.dtype]
+    magnitude = x.abs().clamp_(max=math.ldexp(1.0, fmt.max_exponent + 1))
+    exponent_mask = layout.magnitude_mask ^ ((1 << layout.mantissa) - 1)
+    power = magnitude.view(layout.integer) & exponent_mask
+    power.clamp_(min=layout.bits_of_power(fmt.min_exponent))
+    large = power.view(x.dtype).mul_(math.ldexp(1.5, layout.mantissa - fmt.mantissa))
+    return magnitude.add_(large).sub_(large)
+
+
 def _round_by_bits(x: Tensor, fmt: FloatFormat, rounding: Rounding, draws: Tensor | None) -> Tensor:
     """|x| for formats with the source's own exponent range, subnormals included: drop low bits."""
     layout = LAYOUTS[x.dtype]
@@ -133,6 +148,12 @@ def _round_by_bits(x: Tensor, fmt: FloatFormat, rounding: Rounding, draws: Tenso
     # NaN is put back by the caller; here it must only not wrap into the sign
     carry = torch.where(x.isnan(), 0, carry)
     return ((magnitude + carry) & ~low).view(x.dtype)
+
+
+def _has_room_to_add(fmt: FloatFormat, dtype: torch.dtype) -> bool:
+    """Whether 1.5 * 2^mantissa steps of the format's largest binade are finite in a type."""
+    layout = LAYOUTS[dtype]
+    return fmt.max_exponent + 2 + layout.mantissa - fmt.mantissa < layout.bias
 
 
 def same_exponent_range(fmt: FloatFormat, source: FloatFormat) -> bool:
@@ -196,8 +217,12 @@ def round_float(
         width = x.shape[-1] if x.ndim else 1
         rows = x.numel() // width if width else 0
         draws = noise.draws((rows, width), x.device).reshape(x.shape)
-    by_bits = same_exponent_range(fmt, SOURCE_FORMATS[x.dtype])
-    rounded = (_round_by_bits if by_bits else _round_by_scaling)(x, fmt, rounding, draws)
+    if same_exponent_range(fmt, SOURCE_FORMATS[x.dtype]):
+        rounded = _round_by_bits(x, fmt, rounding, draws)
+    elif rounding == "nearest_even" and fmt.mantissa and _has_room_to_add(fmt, x.dtype):
+        rounded = _round_by_adding(x, fmt)
+    else:
+        rounded = _round_by_scaling(x, fmt, rounding, draws)
     saturate = saturate or rounding in ("stochastic", "toward_zero")
     return _finish(rounded, x, fmt, saturate)
 

@@ -1,16 +1,11 @@
-"""Scales: the largest magnitude of each block, the rule from amax to scale, and delayed scaling.
-
-    encode = rule(amax);   values = round(x * encode);   x ~= values * scale,  scale = 1 / encode
+"""Blocks that share a scale: their largest magnitudes, their factors, and delayed scaling.
 
 A block is (free, contraction) elements of a 2-D operand whose contraction axis is last; -1 is the
-whole axis. Divisions are done in float64 and rounded once to float32, which gives the bits of a
-float32 division and does not depend on approximate division in a compiler.
+whole axis. The rules from amax to scale are in ``scale_rules``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import torch
@@ -19,10 +14,12 @@ from torch import Tensor
 Block = tuple[int, int]
 AmaxComputeAlgo = Literal["max", "most_recent"]
 
-_FLT_MAX = torch.finfo(torch.float32).max
+_LARGE, _PIECE = 1 << 22, 1 << 19
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _num_blocks(length: int, size: int) -> int:
+def num_blocks(length: int, size: int) -> int:
+    """How many blocks of a size an axis has; an axis that is one block (-1) always has it."""
     return 1 if size == -1 else -(-length // size)
 
 
@@ -41,18 +38,44 @@ def block_amax(x: Tensor, block: Block) -> Tensor:
     free = rows if block[0] == -1 else block[0]
     contraction = columns if block[1] == -1 else block[1]
     if x.numel() == 0:
-        return x.new_zeros((_num_blocks(rows, block[0]), _num_blocks(columns, block[1])))
+        return x.new_zeros((num_blocks(rows, block[0]), num_blocks(columns, block[1])))
     if (free, contraction) == (rows, columns):
         low, high = torch.aminmax(x)
-        return torch.maximum(high, -low).reshape(1, 1)
+        # of zeros alone the larger one may be -0
+        return torch.maximum(high, -low).reshape(1, 1).abs()
     if free == 1 and contraction == columns:
         # two reductions read x twice and still beat writing |x| once
-        return torch.maximum(x.amax(-1, keepdim=True), -x.amin(-1, keepdim=True))
+        return torch.maximum(x.amax(-1, keepdim=True), -x.amin(-1, keepdim=True)).abs()
+    if x.stride(0) == 1 and x.stride(1) > 1:
+        # reductions are fast along the rows of memory
+        return block_amax(x.t(), (block[1], block[0])).t()
     if rows % free or columns % contraction:
         # a padded 0 never exceeds an |x|, so a short last block keeps its own amax
         x = torch.nn.functional.pad(x, (0, -columns % contraction, 0, -rows % free))
-    blocks = x.abs().unflatten(1, (-1, contraction)).unflatten(0, (-1, free))
-    return blocks.amax((1, 3))
+    rows_at_once = pieces(x, free)
+    if rows_at_once is not None:
+        return torch.cat([block_amax(part, block) for part in x.split(rows_at_once)])
+    x = x.abs()
+    if free > 1:
+        # of NaN a maximum may come out with a sign, below which it would lie among bits
+        x = x.unflatten(0, (-1, free)).amax(1).abs_()
+    if contraction == 1:
+        return x
+    if torch.compiler.is_compiling():
+        return x.unflatten(1, (-1, contraction)).amax(2)
+    # the bits of |x| have its order, NaN above all; for 16 of them a third of the time
+    bits = x.view(_INTEGERS[x.element_size()])
+    return bits.unflatten(1, (-1, contraction)).amax(2).view(x.dtype)
+
+
+def pieces(x: Tensor, free: int) -> int | None:
+    """Rows at once, in whole blocks, of a matrix of which whole temporaries are slow; else None."""
+    # memory beyond what the allocator keeps costs a page fault a page in each operation
+    is_small = x.numel() < _LARGE or x.shape[0] == 0
+    if is_small or torch.compiler.is_compiling() or x.stride(1) != 1:
+        return None
+    rows = max(_PIECE // x.shape[1] // free, 1) * free
+    return rows if rows < x.shape[0] else None
 
 
 def expand_blocks(per_block: Tensor, block: Block, shape: tuple[int, int]) -> Tensor:
@@ -65,62 +88,30 @@ def expand_blocks(per_block: Tensor, block: Block, shape: tuple[int, int]) -> Te
     return per_block
 
 
-def _encode_real(amax: Tensor, largest: float) -> Tensor:
-    # amax - amax is 0, or NaN where amax is not finite
-    return ((amax - amax + largest) / amax).clamp_(max=_FLT_MAX).to(torch.float32)
-
-
-def _encode_pow2(amax: Tensor, largest: float) -> Tensor:
-    # clearing the mantissa of NaN gives inf, so NaN is added again
-    encode = _encode_real(amax, largest)
-    bits = encode.to(torch.float64).view(torch.int64)
-    power = (bits & ~((1 << 52) - 1)).view(torch.float64).to(torch.float32)
-    return power + (encode - encode)
-
-
-class ScaleRule(NamedTuple):
-    """From amax to the factor that quantises.
-
-    encode: Function of amax (float64; 0 is handled by the caller) and the format's largest value;
-        float32, NaN where amax is not finite.
-    is_power_of_two: Whether scales are powers of two, so that multiplying by them is exact.
-    """
-
-    encode: Callable[[Tensor, float], Tensor]
-    is_power_of_two: bool
-
-
-SCALE_RULES: Mapping[str, ScaleRule] = MappingProxyType(
-    {
-        "real": ScaleRule(_encode_real, is_power_of_two=False),
-        "pow2": ScaleRule(_encode_pow2, is_power_of_two=True),
-    }
-)
-"""``real``: encode = min(max / amax, FLT_MAX). ``pow2``: that with its mantissa bits cleared."""
-
-
-def encode_and_scale(
-    amax: Tensor, rule: str, largest: float, min_amax: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    """The factor that quantises and the scale that brings back, for each block.
-
-    Args:
-        amax: Largest magnitudes of the blocks, any shape and floating-point type.
-        rule: A name in ``SCALE_RULES``.
-        largest: The format's largest finite value.
-        min_amax: Floor under amax, applied before the test for zero.
-
-    Returns:
-        encode and scale, float32, of amax's shape.
-
-    Edge cases: amax = 0 gives 1 and 1; a non-finite amax gives NaN and NaN; an amax so small that
-    max / amax overflows gives encode = FLT_MAX (pow2: 2^127).
-    """
-    wide = amax.to(torch.float64)
-    if min_amax:
-        wide = wide.clamp(min=min_amax)
-    encode = SCALE_RULES[rule].encode(wide, largest).masked_fill_(wide == 0, 1.0)
-    return encode, encode.to(torch.float64).reciprocal_().to(torch.float32)
+def times_blocks(x: Tensor, per_block: Tensor, block: Block, *, in_place: bool = False) -> Tensor:
+    """x times one value a block, float32, in the memory layout of x, or in x itself."""
+    rows, columns = x.shape
+    lengths = zip(block, x.shape, strict=True)
+    free, contraction = (length if size == -1 else size for size, length in lengths)
+    divides = x.numel() and rows % free == 0 and columns % contraction == 0
+    whole_rows = free in (1, rows) and contraction == columns
+    is_compiled = torch.compiler.is_compiling()
+    if whole_rows or not divides or (is_compiled and in_place):
+        factors = expand_blocks(per_block, block, (rows, columns))
+        return x.mul_(factors) if in_place else x * factors
+    if is_compiled:
+        # by strides: of other views Inductor makes the factors again for each element
+        per_block = per_block.contiguous().as_strided(per_block.shape, (per_block.shape[1], 1))
+    elif x.stride(1) == 1 and free > 1:
+        # rows of a block share their scales: repeated once, they serve all of them
+        per_block = per_block[..., None].expand(-1, -1, contraction).reshape(-1, columns)
+        contraction = 1
+    blocks = x.unflatten(1, (-1, contraction)).unflatten(0, (-1, free))
+    factors = per_block[:, None, :, None]
+    if in_place:
+        blocks.mul_(factors)
+        return x
+    return (blocks * factors).flatten(2, 3).flatten(0, 1)
 
 
 class DelayedState(NamedTuple):

@@ -6,11 +6,17 @@ import dataclasses
 import difflib
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mixprec.formats import FORMATS, FloatFormat, get_format
-from mixprec.gemm.api import GemmSpec
 from mixprec.quant_spec import QuantSpec, as_spec
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    Gemm = TypeVar("Gemm", bound=DataclassInstance)
+
+_SPECS = ("a", "b", "out")
 
 
 def to_plain(value: Any) -> Any:
@@ -32,16 +38,16 @@ def check_keys(where: str, values: Mapping[str, Any], known: list[str]) -> None:
             raise ValueError(f"{where}: got unknown key {key!r}; {hint}")
 
 
-def gemm_from(where: str, value: Any, base: GemmSpec) -> GemmSpec:
-    """A product from a table of its operands, as far as it differs from another product."""
+def gemm_from(where: str, value: Any, base: Gemm) -> Gemm:
+    """A product from a table of its fields, as far as it differs from another product."""
     if not isinstance(value, Mapping):
         raise ValueError(
             f"{where}: got {value!r}; must be a table with a, b and out; write {where}.a"
         )
-    check_keys(where, value, ["a", "b", "out"])
+    check_keys(where, value, ["a", "b", "out", "accumulate"])
     changes = {
-        side: _spec_from(f"{where}.{side}", entry, getattr(base, side))
-        for side, entry in value.items()
+        key: spec_from(f"{where}.{key}", entry, getattr(base, key)) if key in _SPECS else entry
+        for key, entry in value.items()
     }
     try:
         return replace(base, **changes)
@@ -49,7 +55,8 @@ def gemm_from(where: str, value: Any, base: GemmSpec) -> GemmSpec:
         raise ValueError(f"{where}.{error}") from error
 
 
-def _spec_from(where: str, value: Any, base: QuantSpec | None) -> QuantSpec | None:
+def spec_from(where: str, value: Any, base: QuantSpec | None) -> QuantSpec | None:
+    """An operand from a table of its fields, as far as it differs from another; None for none."""
     if value is None or value == "none":
         return None
     if not isinstance(value, Mapping):

@@ -1,0 +1,239 @@
+"""From the largest magnitude of a block to its scale: the rules, as a table.
+
+    values = round(x * encode);   x ~= values * scale
+
+Divisions are done in float64 and rounded once to float32, which gives the bits of a float32
+division and does not depend on approximate division in a compiler.
+
+Sources: OCP MX v1.0 (e8m0 scales); torchao and NVIDIA Transformer Engine (rounding of scales,
+nvfp4).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mixprec.codes import codes_of, decode
+from mixprec.formats import FloatFormat, get_format
+from mixprec.rounding import round_float
+
+_FLT_MAX = torch.finfo(torch.float32).max
+_NAN_BITS = 0x7FC00000
+
+
+class Scales(NamedTuple):
+    """What a rule makes of the amaxes of an operand's blocks.
+
+    encode: float32 factor that quantises, for each block.
+    scale: What is kept for each block: a float32 factor, or the code of a narrow format (uint8).
+    tensor_amax: float32 [1, 1], where a second factor belongs to the whole tensor; else None.
+    """
+
+    encode: Tensor
+    scale: Tensor
+    tensor_amax: Tensor | None = None
+
+
+def _real(amax: Tensor, fmt: FloatFormat) -> Scales:
+    # amax - amax is 0, or NaN where amax is not finite
+    encode = ((amax - amax + fmt.max) / amax).clamp_(max=_FLT_MAX).to(torch.float32)
+    return _with_reciprocal(amax, encode)
+
+
+def _pow2(amax: Tensor, fmt: FloatFormat) -> Scales:
+    # clearing the mantissa of NaN gives inf, so NaN is added again
+    encode = _real(amax, fmt).encode
+    bits = encode.to(torch.float64).view(torch.int64)
+    power = (bits & ~((1 << 52) - 1)).view(torch.float64).to(torch.float32)
+    return _with_reciprocal(amax, power + (encode - encode))
+
+
+def _with_reciprocal(amax: Tensor, encode: Tensor) -> Scales:
+    encode = encode.masked_fill_(amax == 0, 1.0)
+    return Scales(encode, encode.to(torch.float64).reciprocal_().to(torch.float32))
+
+
+_E4M3, _E8M0 = get_format("e4m3"), get_format("e8m0")
+_ALL_CODES = torch.arange(256, dtype=torch.uint8, device="cpu")
+_E4M3_VALUES = decode(_ALL_CODES, _E4M3)
+_E8M0_VALUES = decode(_ALL_CODES, _E8M0)
+# 2^(127 - code); the last code is NaN
+_E8M0_ENCODE = torch.cat((_E8M0_VALUES[:-1].flip(0), _E8M0_VALUES[-1:]))
+_E8M0_NAN, _E8M0_LAST = 255, 254
+
+
+def _is_nonfinite(amax: Tensor) -> Tensor:
+    return ~(amax < math.inf)
+
+
+def _looked_up(table: Tensor, codes: Tensor) -> Tensor:
+    """An entry for each code, in the codes' memory layout."""
+    if codes.ndim == 2 and codes.stride(0) == 1 and codes.stride(1) > 1:
+        return _looked_up(table, codes.t()).t()
+    index = codes.reshape(-1).to(torch.int32)
+    return table.to(codes.device).index_select(0, index).view(codes.shape)
+
+
+def _e8m0_scale(codes: Tensor) -> Tensor:
+    return _looked_up(_E8M0_VALUES, codes)
+
+
+def _e8m0(amax: Tensor, code: Tensor) -> Scales:
+    """Scales from exponent fields; a block with NaN or inf has the code of NaN."""
+    code = code.clamp_(0, _E8M0_LAST).masked_fill_(_is_nonfinite(amax), _E8M0_NAN)
+    if torch.compiler.is_compiling():
+        return Scales(_e8m0_encode(code), code.to(torch.uint8))
+    return Scales(_looked_up(_E8M0_ENCODE, code), code.to(torch.uint8))
+
+
+def _e8m0_encode(code: Tensor) -> Tensor:
+    """2^(127 - code) by its bits, since a table is read one element after another; NaN for NaN."""
+    bits = (_E8M0_LAST - code << 23).masked_fill(code == _E8M0_LAST, 1 << 22)
+    return bits.masked_fill(code == _E8M0_NAN, _NAN_BITS).view(torch.float32)
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.to(torch.float32).view(torch.int32)
+
+
+def _e8m0_rceil(amax: Tensor, fmt: FloatFormat) -> Scales:
+    # the product of two float32 is exact in float64, so that it is rounded once
+    bits = _bits(amax * _as_float32(1 / fmt.max))
+    # adding all ones under the exponent carries where a mantissa bit is set; a subnormal is at most
+    # 2^-127, the smallest scale, or above it
+    up = (bits + ((1 << 23) - 1)) >> 23
+    return _e8m0(amax, up.masked_fill_(bits <= 1 << 22, 0))
+
+
+def _e8m0_floor(amax: Tensor, fmt: FloatFormat) -> Scales:
+    return _e8m0(amax, (_bits(amax) >> 23) - fmt.max_exponent)
+
+
+def _e8m0_even(amax: Tensor, fmt: FloatFormat) -> Scales:
+    return _e8m0(amax, (_bits(amax) + (1 << (22 - fmt.mantissa)) >> 23) - fmt.max_exponent)
+
+
+def _e8m0_ceil(amax: Tensor, fmt: FloatFormat) -> Scales:
+    return _e8m0(amax, (_bits(amax) + ((1 << 23) - 1) >> 23) - fmt.max_exponent)
+
+
+def _as_float32(value: float) -> float:
+    """The nearest float32 of a number in its normal range, in arithmetic that compilers trace."""
+    fraction, exponent = math.frexp(value)
+    return math.ldexp(round(fraction * (1 << 24)), exponent - 24)
+
+
+_SIXTH, _RANGE = _as_float32(1 / 6), _as_float32(1 / 2688)
+
+
+def _reciprocal(x: Tensor) -> Tensor:
+    return x.to(torch.float64).reciprocal_().clamp_(max=_FLT_MAX).to(torch.float32)
+
+
+def _nvfp4(amax: Tensor, fmt: FloatFormat) -> Scales:
+    amax = amax.to(torch.float32)
+    nonfinite = _is_nonfinite(amax)
+    finite = amax.nan_to_num(nan=0.0, posinf=0.0)
+    largest = finite.amax() if amax.numel() else finite.new_zeros(())
+    # a number over a tensor would be its reciprocal, rounded, times the number
+    whole = torch.full_like(largest, 2688, dtype=torch.float64) / largest.to(torch.float64)
+    whole = whole.clamp_(max=_FLT_MAX).to(torch.float32)
+    whole = torch.where(largest == 0, 1.0, whole)
+    block = (finite * (whole * _SIXTH)).clamp_(max=_E4M3.max)
+    if torch.compiler.is_compiling():
+        codes = codes_of(round_float(block, _E4M3, "nearest_even", None), _E4M3)
+    else:
+        # in range, torch's cast is this rounding in every version
+        codes = block.to(torch.float8_e4m3fn).view(torch.uint8)
+    codes = codes.masked_fill_(nonfinite, _E4M3.nan_code)
+    # of every block scale that there can be, so that a division is made 256 times
+    encode = _reciprocal(_E4M3_VALUES.to(amax.device) * _reciprocal(whole))
+    return Scales(
+        _looked_up(encode, codes).masked_fill_(amax == 0, 1.0), codes, largest.reshape(1, 1)
+    )
+
+
+def _nvfp4_scale(codes: Tensor) -> Tensor:
+    return _looked_up(_E4M3_VALUES, codes)
+
+
+def tensor_scale(tensor_amax: Tensor) -> Tensor:
+    """The factor of a whole tensor beside the scales of its blocks: A * (1/2688), float32."""
+    return tensor_amax * _RANGE
+
+
+class ScaleRule(NamedTuple):
+    """From the amaxes of blocks to their scales.
+
+    make: Function of amax (float64) and the elements' format; NaN where amax is not finite.
+    block_scale: The float32 factors of what ``make`` keeps.
+    is_exact: Whether multiplying values by their block's scale is exact in FP32, so that it may be
+        done before a product is summed.
+    exceeds: Whether x * encode can lie beyond the format's range.
+    mantissa: Mantissa bits of a scale: 0 for powers of two.
+    """
+
+    make: Callable[[Tensor, FloatFormat], Scales]
+    block_scale: Callable[[Tensor], Tensor]
+    is_exact: bool
+    exceeds: bool = False
+    mantissa: int = 0
+
+
+def _as_kept(scale: Tensor) -> Tensor:
+    return scale
+
+
+SCALE_RULES: Mapping[str, ScaleRule] = MappingProxyType(
+    {
+        "real": ScaleRule(_real, _as_kept, is_exact=False, mantissa=23),
+        "pow2": ScaleRule(_pow2, _as_kept, is_exact=True),
+        "e8m0_rceil": ScaleRule(_e8m0_rceil, _e8m0_scale, is_exact=True),
+        "e8m0_floor": ScaleRule(_e8m0_floor, _e8m0_scale, is_exact=True, exceeds=True),
+        "e8m0_even": ScaleRule(_e8m0_even, _e8m0_scale, is_exact=True, exceeds=True),
+        "e8m0_ceil": ScaleRule(_e8m0_ceil, _e8m0_scale, is_exact=True),
+        "nvfp4": ScaleRule(_nvfp4, _nvfp4_scale, is_exact=True, exceeds=True, mantissa=3),
+    }
+)
+"""Rules by name (numerics.md, section 3).
+
+``real``: encode = min(max / amax, FLT_MAX), scale = 1 / encode. ``pow2``: that encode with its
+mantissa bits cleared. ``e8m0_*``: a power of two kept as its exponent code; ``rceil`` rounds
+amax / max up, ``floor``, ``even`` and ``ceil`` the exponent of amax. ``nvfp4``: e4m3 block scales
+under a float32 scale of the tensor.
+"""
+
+
+RULE_FORMATS: Mapping[str, tuple[str, ...]] = MappingProxyType({"nvfp4": ("e2m1",)})
+"""Rules that are made for some formats only: nvfp4's constants are those of e2m1."""
+
+
+def make_scales(amax: Tensor, rule: str, fmt: FloatFormat, min_amax: float = 0.0) -> Scales:
+    """The factor that quantises each block, and what brings its values back.
+
+    Args:
+        amax: Largest magnitudes of the blocks, [free blocks, contraction blocks], any
+            floating-point type.
+        rule: A name in ``SCALE_RULES``.
+        fmt: The elements' format.
+        min_amax: Floor under amax, applied before the test for zero.
+
+    Returns:
+        Scales of amax's shape.
+
+    Edge cases: amax = 0 gives encode 1 (e8m0: code 0; nvfp4: a block scale of 0); a non-finite amax
+    gives NaN in all of them; an amax so small that max / amax overflows gives encode = FLT_MAX
+    (pow2: 2^127).
+
+    Exactness: bit for bit (tests/test_scaling.py).
+    """
+    wide = amax.to(torch.float64)
+    if min_amax:
+        wide = wide.clamp(min=min_amax)
+    return SCALE_RULES[rule].make(wide, fmt)
