@@ -29,6 +29,7 @@ pytestmark = [
 M, K, N = 512, 256, 128
 LOW = ("fp8_tensorwise", "fp8_delayed", "fp8_rowwise")
 E4M3 = FORMATS["e4m3"]
+NVFP4 = QuantSpec(format=FORMATS["e2m1"], block=(1, 16), scale_rule="nvfp4")
 NOISY = QuantSpec(format=FORMATS["e2m1"], block=(1, 16), rounding="stochastic")
 STOCHASTIC = Recipe(grad_input=GemmSpec(a=NOISY), grad_weight=GemmSpec(a=NOISY, b=NOISY))
 
@@ -280,6 +281,12 @@ SPECS = {
     "blocks": QuantSpec(format=FORMATS["e2m3"], block=(1, 16)),
     "noisy": NOISY,
     "tf32": QuantSpec(format=FORMATS["tf32"], scale_rule="none"),
+    "mx": QuantSpec(format=E4M3, block=(1, 32), scale_rule="e8m0_rceil"),
+    "mx6": QuantSpec(format=FORMATS["e3m2"], block=(1, 32), scale_rule="e8m0_floor"),
+    "slab": QuantSpec(format=E4M3, block=(1, 128), scale_rule="pow2"),
+    "nvfp4": NVFP4,
+    "square": dataclasses.replace(NVFP4, block=(16, 16)),
+    "transformed": dataclasses.replace(NVFP4, hadamard=True, rounding="stochastic"),
 }
 
 
@@ -287,25 +294,27 @@ def same_when_compiled(backend: str, spec: QuantSpec, dtype: torch.dtype) -> Non
     """Codes and scales of a compiled quantiser equal the eager one's to the bit."""
     noise = Noise(seed=5, step=2) if spec.is_stochastic else None
 
-    def call(x: Tensor) -> tuple[Tensor, Tensor | None]:
+    def call(x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         q = quantize(x, spec, noise=noise)
-        return q.codes, q.scale
+        return q.codes, q.scale, q.tensor_amax
 
     x = (torch.randn(40, 96) * torch.logspace(-30, 30, 40)[:, None]).to(dtype)
     x[3, 4], x[5] = math.nan, 0.0
-    codes, scale = torch.compile(call, fullgraph=True, backend=backend)(x)
+    codes, scale, tensor_amax = torch.compile(call, fullgraph=True, backend=backend)(x)
     eager = quantize(x, spec, noise=noise)
     nan = eager.dequantize().isnan()
-    both = dataclasses.replace(eager, codes=codes, scale=scale)
+    both = dataclasses.replace(eager, codes=codes, scale=scale, tensor_amax=tensor_amax)
+    assert tensor_amax == eager.tensor_amax
     assert torch.equal(both.values[~nan], eager.values[~nan])
     assert torch.equal(both.dequantize().isnan(), nan)
     if scale is not None:
         assert torch.equal(scale.nan_to_num(0.0), eager.scale.nan_to_num(0.0))
 
 
-def test_quantiser_is_captured_whole() -> None:
+@pytest.mark.parametrize("spec", ["row", "transformed"])
+def test_quantiser_is_captured_whole(spec: str) -> None:
     torch._dynamo.reset()
-    same_when_compiled("aot_eager", SPECS["row"], torch.float32)
+    same_when_compiled("aot_eager", SPECS[spec], torch.float32)
 
 
 @pytest.mark.slow

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mixprec.gemm.api import Operand, check_impl, multiply, prepare
+from mixprec.gemm.api import GemmSpec, Operand, check_impl, multiply, prepare
 from mixprec.gemm.native import without_modes
+from mixprec.hadamard import padded_length
 from mixprec.noise import Noise
 from mixprec.policy import active_dtype, recomputed_alike
 from mixprec.quantization import QuantizedTensor, QuantSpec, quantize, requantize
@@ -85,7 +86,7 @@ def quantize_operand(
         return x
     if noise is not None:
         noise = replace(noise, stream=noise.stream + position)
-    return quantize(x, spec, noise=noise, state=delayed if spec.is_delayed else None)
+    return quantize(x, spec, noise=noise, state=delayed if spec.is_delayed else None, packed=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +94,7 @@ class _Plan:
     """Everything about a call that is no tensor to save."""
 
     specs: tuple[QuantSpec | None, ...]
-    outs: tuple[QuantSpec | None, ...]
+    gemms: tuple[GemmSpec, ...]
     shared: frozenset[int]
     impl: str
     noise: Noise | None
@@ -123,31 +124,61 @@ class _Plan:
 
     def weight_again(self, saved: tuple[Tensor, ...], records: bool) -> Operand:
         """w.T for grad_input: the parameter is kept anyway, so codes are made anew."""
-        w_NK, scale, amax, encode = saved
+        w_NK, scale, encode, amax, tensor_amax = saved
         spec = self.specs[W_GRAD_INPUT]
         if W_GRAD_INPUT in self.shared and spec is not None and encode is not None:
-            return requantize(w_NK, scale, amax, encode, spec).t()
+            # transposed first: packed codes would have to be packed anew
+            return requantize(
+                w_NK.t(),
+                spec,
+                scale=scale.t(),
+                encode=encode.t(),
+                amax=amax,
+                tensor_amax=tensor_amax,
+            )
         return self.quantize(w_NK.t(), W_GRAD_INPUT, records)
 
     def multiply(
         self, product: int, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
         """One of the three products, its result rounded as the recipe says."""
-        return multiply(a, b, bias=bias, out_dtype=dtype, impl=self.impl, out=self.outs[product])
+        gemm = self.gemms[product]
+        return multiply(
+            a,
+            b,
+            bias=bias,
+            out_dtype=dtype,
+            impl=self.impl,
+            out=gemm.out,
+            accumulate=gemm.accumulate,
+        )
 
 
 def _kept(operand: Operand) -> tuple[Tensor | None, ...]:
     """What backward needs of an operand that it multiplies."""
-    if isinstance(operand, QuantizedTensor):
-        return operand.codes, operand.scale, operand.amax
-    return operand, None, None
+    if not isinstance(operand, QuantizedTensor):
+        return operand, None, None, None
+    return operand.packed().codes, operand.scale, _kept_amax(operand), operand.tensor_amax
+
+
+def _kept_amax(operand: QuantizedTensor) -> Tensor | None:
+    """Of many blocks' amaxes their sum: only whether they are finite is asked again."""
+    return operand.amax if operand.amax is None else operand.amax.sum().reshape(1, 1)
 
 
 def _operand(kept: tuple[Tensor, ...], spec: QuantSpec | None, shape: tuple[int, int]) -> Operand:
-    codes, scale, amax = kept
+    codes, scale, amax, tensor_amax = kept
     if spec is None:
         return codes
-    return QuantizedTensor(codes=codes, scale=scale, amax=amax, spec=spec, shape=torch.Size(shape))
+    free, contraction = shape
+    return QuantizedTensor(
+        codes=codes,
+        scale=scale,
+        amax=amax,
+        tensor_amax=tensor_amax,
+        spec=spec,
+        shape=torch.Size((free, padded_length(contraction) if spec.hadamard else contraction)),
+    )
 
 
 class _Linear(torch.autograd.Function):
@@ -157,14 +188,14 @@ class _Linear(torch.autograd.Function):
         x = plan.quantize(x_MK, X_OUTPUT, records)
         w = plan.quantize(w_NK, W_OUTPUT, records)
         needs_x, needs_w, _, _ = ctx.needs_input_grad
-        kept_x: tuple[Tensor | None, ...] = (None,) * 3
-        kept_w: tuple[Tensor | None, ...] = (None,) * 4
+        kept_x: tuple[Tensor | None, ...] = (None,) * 4
+        kept_w: tuple[Tensor | None, ...] = (None,) * 5
         if needs_w and plan.keeps:
             kept_x = _kept(plan.transposed(x_MK, x, X_GRAD_WEIGHT, records))
         if needs_x and plan.keeps:
-            kept_w = (w_NK, None, None, None)
+            kept_w = (w_NK, None, None, None, None)
             if W_GRAD_INPUT in plan.shared and isinstance(w, QuantizedTensor):
-                kept_w = (w_NK, w.scale, w.amax, w.encode)
+                kept_w = (w_NK, w.scale, w.encode, _kept_amax(w), w.tensor_amax)
         ctx.save_for_backward(*kept_x, *kept_w)
         ctx.plan = plan
         ctx.weight_dtype = w_NK.dtype
@@ -189,12 +220,12 @@ class _Linear(torch.autograd.Function):
         if needs_x or (needs_w and G_GRAD_WEIGHT in plan.shared):
             g = plan.quantize(g_MN, G_GRAD_INPUT, records)
         if needs_x:
-            w = plan.weight_again(saved[3:], records)
+            w = plan.weight_again(saved[4:], records)
             if needs_w and G_GRAD_WEIGHT in plan.shared:
-                g = prepare(g, w, plan.dtype, plan.impl)
+                g = prepare(g, w, plan.dtype, plan.impl, plan.gemms[GRAD_INPUT].accumulate)
             grad_x = plan.multiply(GRAD_INPUT, g, w, None, plan.dtype)
         if needs_w:
-            x = _operand(saved[:3], plan.specs[X_GRAD_WEIGHT], (inner, rows))
+            x = _operand(saved[:4], plan.specs[X_GRAD_WEIGHT], (inner, rows))
             g_T = plan.transposed(g_MN, g, G_GRAD_WEIGHT, records)
             grad_w = plan.multiply(GRAD_WEIGHT, g_T, x, None, ctx.weight_dtype)
         if needs_bias:
@@ -261,8 +292,7 @@ def linear(
         recipe: Name or value.
         noise: For stochastic rounding; the operand at position p draws from stream
             noise.stream + p.
-        impl: ``auto``, ``emulated``, ``scaled_mm`` or ``bf16_mm``, for products with a quantised
-            operand.
+        impl: ``auto`` or one of ``gemm.IMPLS``, for products with a quantised operand.
         state: Histories of delayed scaling; converted layers pass theirs, which are written in
             place as amaxes are recorded.
 
@@ -289,7 +319,7 @@ def linear(
         x = x.to(region_dtype)
     plan = _Plan(
         specs=recipe.specs,
-        outs=tuple(getattr(recipe, product).out for product in PRODUCTS),
+        gemms=tuple(getattr(recipe, product) for product in PRODUCTS),
         shared=shared_positions(recipe),
         impl=check_impl(impl),
         noise=noise,

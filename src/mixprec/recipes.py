@@ -15,26 +15,22 @@ NVIDIA apex (16-bit mixed precision, loss scaling, masters, optimisation levels)
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from mixprec.formats import FORMATS, lookup
+from mixprec.gemm.accumulation import FP32, MODELS, check_accumulate
 from mixprec.gemm.api import GemmSpec
 from mixprec.quant_spec import UNSCALED, QuantSpec
+from mixprec.recipe_fields import DYNAMIC, PRODUCTS, Base, Update, check_recipe
+from mixprec.recipe_fields import NARROW as NARROW
 from mixprec.serialization import check_keys, gemm_from, to_plain
 
-PRODUCTS = ("output", "grad_input", "grad_weight")
 OPERANDS = tuple(f"{product}.{side}" for product in PRODUCTS for side in ("a", "b"))
 """Paths of the six operands in a recipe; an operand's place here is its position."""
 _HIGH_PRECISION = GemmSpec()
-Base = Literal["fp64", "fp32", "bf16", "fp16"]
-Update = Literal["plain", "masters", "stochastic", "compensated"]
-NARROW = ("bf16", "fp16")
-"""The bases of 16 bits, in which the policy of operations is at work."""
-DYNAMIC: Literal["dynamic"] = "dynamic"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,37 +64,7 @@ class Recipe:
     description: str = ""
 
     def __post_init__(self) -> None:
-        for product in PRODUCTS:
-            gemm = getattr(self, product)
-            if not isinstance(gemm, GemmSpec):
-                raise TypeError(
-                    f"{product}: got {type(gemm).__name__}; must be a GemmSpec; pass "
-                    "GemmSpec(a=..., b=...)"
-                )
-        for name, known in (
-            ("base", get_args(Base)),
-            ("parameters", get_args(Base)),
-            ("update", get_args(Update)),
-        ):
-            if getattr(self, name) not in known:
-                raise ValueError(
-                    f"{name}: got {getattr(self, name)!r}; must be one of {', '.join(known)}"
-                )
-        if self.update != "plain" and self.parameters not in NARROW:
-            raise ValueError(
-                f"update: got {self.update!r} with parameters {self.parameters}; only parameters "
-                "of 16 bits need it; use parameters='bf16' or update='plain'"
-            )
-        if not isinstance(self.keep_batchnorm_fp32, bool):
-            raise ValueError(
-                f"keep_batchnorm_fp32: got {self.keep_batchnorm_fp32!r}; must be True or False; "
-                "choose one"
-            )
-        if not _is_loss_scale(self.loss_scale):
-            raise ValueError(
-                f"loss_scale: got {self.loss_scale!r}; must be 'dynamic', a finite number above 0 "
-                "or None; use 'dynamic' for fp16"
-            )
+        check_recipe(self)
 
     def __str__(self) -> str:
         name = self.name or "custom"
@@ -164,14 +130,6 @@ _AROUND = {"base", "loss_scale", "description"}
 """Fields that a recipe may change and keep its name."""
 
 
-def _is_loss_scale(value: object) -> bool:
-    if value is None or value == DYNAMIC:
-        return True
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return 0 < value < math.inf
-
-
 def operands(recipe: Recipe) -> dict[str, QuantSpec | None]:
     """The six operands by their path, ``output.a`` to ``grad_weight.b``."""
     return dict(zip(OPERANDS, recipe.specs, strict=True))
@@ -180,18 +138,23 @@ def operands(recipe: Recipe) -> dict[str, QuantSpec | None]:
 def _products(
     name: str,
     description: str,
-    forward: QuantSpec,
+    spec: QuantSpec,
+    *,
+    weight: QuantSpec | None = None,
     gradient: QuantSpec | None = None,
     out: QuantSpec | None = None,
+    hadamard: bool = False,
 ) -> Recipe:
-    """x and w quantised by one spec, g by the other, in all three products."""
-    gradient = gradient or forward
+    """x by one spec in all products; w and g by the same, unless they have their own."""
+    weight, gradient = weight or spec, gradient or spec
     return Recipe(
         name=name,
         description=description,
-        output=GemmSpec(a=forward, b=forward, out=out),
-        grad_input=GemmSpec(a=gradient, b=forward, out=out),
-        grad_weight=GemmSpec(a=gradient, b=forward, out=out),
+        output=GemmSpec(a=spec, b=weight, out=out),
+        grad_input=GemmSpec(a=gradient, b=weight, out=out),
+        grad_weight=GemmSpec(
+            a=replace(gradient, hadamard=hadamard), b=replace(spec, hadamard=hadamard), out=out
+        ),
     )
 
 
@@ -225,6 +188,14 @@ _ROW = QuantSpec(format=_E4M3, block=(1, -1), scale_rule="pow2")
 _ROWWISE = _products("fp8_rowwise", "e4m3 everywhere, power-of-two scale a row", _ROW)
 _BF16, _FP16 = _mixed("bf16", None), _mixed("fp16", DYNAMIC)
 
+
+def _mx(name: str) -> QuantSpec:
+    return QuantSpec(format=FORMATS[name], block=(1, 32), scale_rule="e8m0_rceil")
+
+
+_SLAB = QuantSpec(format=_E4M3, block=(1, 128), scale_rule="pow2")
+_NVFP4 = QuantSpec(format=FORMATS["e2m1"], block=(1, 16), scale_rule="nvfp4")
+
 RECIPES: Mapping[str, Recipe] = MappingProxyType(
     {
         recipe.name: recipe
@@ -249,13 +220,13 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
                 "fp8_tensorwise",
                 "e4m3 forward, e5m2 gradients, one dynamic scale a tensor",
                 QuantSpec(format=_E4M3),
-                QuantSpec(format=_E5M2),
+                gradient=QuantSpec(format=_E5M2),
             ),
             _products(
                 "fp8_delayed",
                 "as tensorwise, scale from a history of maxima",
                 QuantSpec(format=_E4M3, amax_history_len=_HISTORY),
-                QuantSpec(format=_E5M2, amax_history_len=_HISTORY),
+                gradient=QuantSpec(format=_E5M2, amax_history_len=_HISTORY),
             ),
             _ROWWISE,
             replace(
@@ -264,6 +235,30 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
                 description="as rowwise, weight gradient in high precision",
                 grad_input=GemmSpec(a=_ROW, b=replace(_ROW, block=(-1, -1))),
                 grad_weight=_HIGH_PRECISION,
+            ),
+            _products(
+                "fp8_blockwise",
+                "e4m3, 1x128 activations and gradients, 128x128 weights, power-of-two scales",
+                _SLAB,
+                weight=replace(_SLAB, block=(128, 128)),
+            ),
+            _products("mxfp8", "OCP MX: e4m3 in blocks of 32", _mx("e4m3")),
+            _products("mxfp6_e3m2", "OCP MX: e3m2 in blocks of 32", _mx("e3m2")),
+            _products("mxfp6_e2m3", "OCP MX: e2m3 in blocks of 32", _mx("e2m3")),
+            _products(
+                "mxfp4",
+                "OCP MX: e2m1 in blocks of 32, transformed, gradients stochastic",
+                _mx("e2m1"),
+                gradient=replace(_mx("e2m1"), rounding="stochastic"),
+                hadamard=True,
+            ),
+            _products(
+                "nvfp4",
+                "e2m1 in blocks of 16, 2-D weights, transformed, gradients stochastic",
+                _NVFP4,
+                weight=replace(_NVFP4, block=(16, 16)),
+                gradient=replace(_NVFP4, rounding="stochastic"),
+                hadamard=True,
             ),
         )
     }
@@ -298,6 +293,33 @@ def with_base(recipe: Recipe, base: Base) -> Recipe:
     """
     scale = RECIPES[base].loss_scale if base in get_args(Base) else None
     return replace(recipe, base=base, loss_scale=scale)
+
+
+def with_accumulate(recipe: Recipe, accumulate: str) -> Recipe:
+    """The recipe with the products of operands of 8 bits or less added up in another way.
+
+    Args:
+        recipe: Any recipe; its wider products stay as they are.
+        accumulate: ``fp32``, ``hopper`` or ``hopper_promoted``.
+
+    Returns:
+        The recipe itself where nothing changes; else a variant named ``NAME_hopper`` and alike.
+
+    Raises:
+        ValueError: Another way.
+    """
+    how = check_accumulate(accumulate)
+    gemms = {product: getattr(recipe, product) for product in PRODUCTS}
+    changed = {
+        product: replace(gemm, accumulate=how) for product, gemm in gemms.items() if gemm.is_narrow
+    }
+    if all(gemms[product] == gemm for product, gemm in changed.items()):
+        return recipe
+    name = recipe.name
+    for model in MODELS:
+        name = name.removesuffix(f"_{model}")
+    plain = replace(recipe, **changed, name=name)
+    return plain if how == FP32 else replace(plain, name=f"{name}_{how}")
 
 
 OPT_LEVELS: Mapping[str, Recipe] = MappingProxyType(

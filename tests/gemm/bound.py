@@ -12,11 +12,26 @@ HALF_SMALLEST = {torch.float32: 2.0**-150, torch.bfloat16: 2.0**-134, torch.floa
 
 
 def values_and_scale(operand: QuantizedTensor | Tensor) -> tuple[Tensor, Tensor]:
-    """Values [rows, K] and scale [rows or 1, 1] in float64."""
+    """Values [rows, K], times the scales of their blocks, and scale [rows or 1, 1], in float64."""
+    one = torch.ones(1, 1, dtype=torch.float64)
     if isinstance(operand, Tensor):
-        return operand.double(), torch.ones(1, 1, dtype=torch.float64)
-    scale = torch.ones(1, 1) if operand.scale is None else operand.scale
-    return operand.values.double(), scale.double()
+        return operand.double(), one
+    values = operand.values.double()
+    if operand.scale is None:
+        return values, one
+    is_plain = tuple(operand.scale.shape) in ((1, 1), (values.shape[0], 1))
+    if operand.scale.dtype == torch.float32 and is_plain:
+        return values, operand.scale.double()
+    sizes = (
+        length if size == -1 else size
+        for size, length in zip(operand.spec.block, values.shape, strict=True)
+    )
+    scale = operand.block_scale.double()
+    for axis, size in enumerate(sizes):
+        index = torch.arange(values.shape[axis]) // size
+        scale = scale.index_select(axis, index)
+    whole = operand.tensor_scale
+    return values * scale, one if whole is None else whole.double()
 
 
 def assert_within_bound(

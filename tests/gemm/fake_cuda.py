@@ -1,6 +1,7 @@
 """A strict stand-in for torch's CUDA products, for machines without a GPU.
 
-It replaces ``torch._scaled_mm`` and ``torch.mm(out_dtype=)``, checks what CUDA checks, in its order
+It replaces ``torch._scaled_mm``, ``torch.nn.functional.scaled_mm`` (with the rules of
+``fake_block_scales``) and ``torch.mm(out_dtype=)``, checks what CUDA checks, in its order
 and with its exception types, and then computes: sums in float64, one rounding to float32, scales,
 bias, one rounding to the result's type.
 
@@ -15,7 +16,9 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import ScalingType, SwizzleType
 
+from gemm.fake_block_scales import check_product, decoded
 from mixprec.gemm import native
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -47,7 +50,34 @@ class FakeCuda:
         monkeypatch.setattr(native, "device_facts", lambda x: (self.kind, capability))
         monkeypatch.setattr(torch, "_scaled_mm", self.scaled_mm)
         monkeypatch.setattr(torch, "mm", self.mm)
+        monkeypatch.setattr(torch.nn.functional, "scaled_mm", self.block_scaled_mm)
         return self
+
+    def block_scaled_mm(
+        self,
+        mat_a: Tensor,
+        mat_b: Tensor,
+        scale_a: Tensor,
+        scale_recipe_a: ScalingType,
+        scale_b: Tensor,
+        scale_recipe_b: ScalingType,
+        swizzle_a: SwizzleType | None = None,
+        swizzle_b: SwizzleType | None = None,
+        bias: Tensor | None = None,
+        output_dtype: torch.dtype | None = torch.bfloat16,
+        contraction_dim: tuple[int, ...] = (),
+        use_fast_accum: bool = False,
+    ) -> Tensor:
+        self.calls.append(Call("block_scaled_mm", mat_a, mat_b, output_dtype, (scale_a, scale_b)))
+        check_shapes(mat_a, mat_b)
+        check(bias is None, "Bias is not supported when out_dtype is set to Float32")
+        check(not use_fast_accum, "use_fast_accum is not supported")
+        check(output_dtype in (torch.float32, torch.bfloat16, torch.float16), "out_dtype")
+        b, types = mat_b.t(), (scale_recipe_a, scale_recipe_b)
+        swizzles = swizzle_a, swizzle_b
+        check_product(self.capability, mat_a, b, (scale_a, scale_b), types, swizzles)
+        a_values = decoded(mat_a, scale_a, scale_recipe_a)
+        return (a_values @ decoded(b, scale_b, scale_recipe_b).t()).to(output_dtype)
 
     def scaled_mm(
         self,

@@ -18,10 +18,12 @@ E4M3, E5M2 = FORMATS["e4m3"], FORMATS["e5m2"]
 TENSOR = QuantSpec(format=E4M3)
 ROW = QuantSpec(format=E4M3, block=(1, -1), scale_rule="pow2")
 GRADIENT = QuantSpec(format=E5M2)
+FP16 = QuantSpec(format=FORMATS["fp16"], scale_rule="none")
 PAIRS = {
     "tensor": (TENSOR, TENSOR),
     "row": (ROW, ROW),
     "gradient": (GRADIENT, TENSOR),
+    "fp16": (FP16, FP16),
 }
 
 
@@ -103,7 +105,9 @@ def test_why_slow_is_about_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (FakeCuda((9, 0)), "row", "scaled_mm", "native"),
         (FakeCuda((8, 9)), "gradient", "scaled_mm", "native"),
         (FakeCuda((8, 0)), "row", "bf16_mm", r"device: compute capability 8\.0"),
-        (FakeCuda((7, 5)), "tensor", "emulated", r"device: compute capability 7\.5"),
+        (FakeCuda((7, 5)), "tensor", "fp16_mm", r"device: compute capability 7\.5"),
+        (FakeCuda((9, 0)), "fp16", "fp16_mm", "a: got fp16; its values are no BF16 numbers"),
+        (FakeCuda((6, 1)), "fp16", "emulated", r"device: compute capability 6\.1"),
         (FakeCuda(kind="cpu"), "tensor", "emulated", "device: on a CPU .* plain loop"),
     ],
 )

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from mixprec.formats import FloatFormat
-from mixprec.gemm.impl import bf16_mm, emulated, scaled_mm
+from mixprec.gemm.accumulation import FP32, Accumulate, check_accumulate
+from mixprec.gemm.impl import emulated, half_mm, scaled_mm
 from mixprec.gemm.native import first_reason
 from mixprec.noise import Noise
 from mixprec.quant_spec import UNSCALED
@@ -24,7 +25,7 @@ from mixprec.scaling import delayed_state
 
 
 class _Impl(Protocol):
-    """What a module in ``impl`` offers."""
+    """What a module in ``impl``, or an object in one, offers."""
 
     def why_not(self, a: Operand, b: Operand, out_dtype: torch.dtype) -> str | None:
         """Why these operands cannot be multiplied here, or None."""
@@ -44,9 +45,16 @@ class _Impl(Protocol):
         """a[M, K] times b[N, K] over the contraction, plus bias, in out_dtype."""
 
 
-_IMPLS: dict[str, _Impl] = {"scaled_mm": scaled_mm, "bf16_mm": bf16_mm, "emulated": emulated}
+_IMPLS: dict[str, _Impl] = {
+    "scaled_mm": scaled_mm,
+    "bf16_mm": half_mm.BF16,
+    "fp16_mm": half_mm.FP16,
+    "emulated": emulated,
+}
 IMPLS = tuple(_IMPLS)
 """The implementations, in the order in which ``auto`` asks them."""
+_EMULATED = "emulated"
+_NARROW = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,11 +65,14 @@ class GemmSpec:
         a: How a[M, K] is quantised.
         b: How b[N, K] is quantised.
         out: How the result is rounded before it is held in its type; without a scale.
+        accumulate: How products are added: in ``fp32``, or by a model of units that add in fewer
+            bits (``accumulation.MODELS``), for two operands of 8 bits or less; emulated only.
     """
 
     a: QuantSpec | None = None
     b: QuantSpec | None = None
     out: QuantSpec | None = None
+    accumulate: Accumulate = FP32
 
     def __post_init__(self) -> None:
         for name, spec in (("a", self.a), ("b", self.b), ("out", self.out)):
@@ -70,11 +81,30 @@ class GemmSpec:
                     f"{name}: got {type(spec).__name__}; must be a QuantSpec or None; pass "
                     "QuantSpec(format=...)"
                 )
+        if _is_transformed(self.a) != _is_transformed(self.b):
+            raise ValueError(
+                "hadamard: got it for one operand; only both together leave the product unchanged; "
+                "set it for a and b"
+            )
         if self.out is not None and (self.out.scale_rule != UNSCALED or self.out.is_stochastic):
             raise ValueError(
                 f"out: got {self.out}; a result is rounded to nearest without a scale; use "
                 "QuantSpec(format=..., scale_rule='none')"
             )
+        if check_accumulate(self.accumulate) != FP32 and not self.is_narrow:
+            raise ValueError(
+                f"accumulate: got {self.accumulate!r} with operands {self.a} and {self.b}; the "
+                "models are of units for operands of 8 bits or less; use 'fp32'"
+            )
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether both operands are quantised to 8 bits or less."""
+        return all(spec is not None and spec.format.bits <= _NARROW for spec in (self.a, self.b))
+
+
+def _is_transformed(spec: QuantSpec | None) -> bool:
+    return spec is not None and spec.hadamard
 
 
 def check_impl(impl: str) -> str:
@@ -84,8 +114,15 @@ def check_impl(impl: str) -> str:
     return impl
 
 
-def _choose(a: Operand, b: Operand, out_dtype: torch.dtype, impl: str) -> tuple[str, list[str]]:
+def _choose(
+    a: Operand, b: Operand, out_dtype: torch.dtype, impl: str, accumulate: Accumulate = FP32
+) -> tuple[str, list[str]]:
     """The implementation, and why those before it in ``IMPLS`` were passed by."""
+    if accumulate != FP32:
+        why = f"accumulate: got {accumulate!r}; only the emulation adds like that"
+        if impl not in ("auto", _EMULATED):
+            raise ValueError(f"impl: got {impl!r}; {why}; use impl='auto' or 'emulated'")
+        return _EMULATED, [why]
     is_quantised = isinstance(a, QuantizedTensor) or isinstance(b, QuantizedTensor)
     if impl != "auto" and is_quantised:
         reason = _IMPLS[impl].why_not(a, b, out_dtype)
@@ -101,7 +138,13 @@ def _choose(a: Operand, b: Operand, out_dtype: torch.dtype, impl: str) -> tuple[
     raise AssertionError("the emulation takes every operand")
 
 
-def resolve(a: Operand, b: Operand, out_dtype: torch.dtype, impl: str = "auto") -> tuple[str, str]:
+def resolve(
+    a: Operand,
+    b: Operand,
+    out_dtype: torch.dtype,
+    impl: str = "auto",
+    accumulate: Accumulate = FP32,
+) -> tuple[str, str]:
     """Which implementation runs a product, and why.
 
     Args:
@@ -109,6 +152,7 @@ def resolve(a: Operand, b: Operand, out_dtype: torch.dtype, impl: str = "auto") 
         out_dtype: Type of the result.
         impl: ``auto``, or a name that is taken or refused, never replaced. A product of two
             high-precision operands has nothing to choose: every name means ``auto`` there.
+        accumulate: As in ``GemmSpec``.
 
     Returns:
         Name and reason. ``auto`` takes the first that can run and is not known to be slower here.
@@ -118,9 +162,9 @@ def resolve(a: Operand, b: Operand, out_dtype: torch.dtype, impl: str = "auto") 
     Raises:
         ValueError: An unknown name, or an explicit choice that cannot run; the message says why.
     """
-    name, reasons = _choose(a, b, out_dtype, check_impl(impl))
+    name, reasons = _choose(a, b, out_dtype, check_impl(impl), accumulate)
     note = _IMPLS[name].note(a, b)
-    return name, "; ".join([*(reasons or ["native"]), *([note] if note else [])])
+    return name, "; ".join(dict.fromkeys([*(reasons or ["native"]), *([note] if note else [])]))
 
 
 def resolve_spec(
@@ -137,7 +181,8 @@ def resolve_spec(
     Returns:
         Name and reason.
     """
-    sample = torch.zeros((16, 16), device=device, dtype=dtype)
+    # more than one block of any recipe along both axes
+    sample = torch.zeros((256, 256), device=device, dtype=dtype)
 
     def operand(quant: QuantSpec | None) -> Operand:
         if quant is None:
@@ -146,12 +191,14 @@ def resolve_spec(
         state = delayed_state(quant.amax_history_len, device) if quant.is_delayed else None
         return quantize(sample, quant, noise=noise, state=state)
 
-    return resolve(operand(spec.a), operand(spec.b), dtype, impl)
+    return resolve(operand(spec.a), operand(spec.b), dtype, impl, spec.accumulate)
 
 
-def prepare(a: Operand, b: Operand, out_dtype: torch.dtype, impl: str) -> Operand:
+def prepare(
+    a: Operand, b: Operand, out_dtype: torch.dtype, impl: str, accumulate: Accumulate = FP32
+) -> Operand:
     """a, with what its product with b and others like it would do anew each time."""
-    name, _ = _choose(a, b, out_dtype, impl)
+    name, _ = _choose(a, b, out_dtype, impl, accumulate)
     return _IMPLS[name].prepare(a)
 
 
@@ -163,12 +210,16 @@ def multiply(
     out_dtype: torch.dtype,
     impl: str,
     out: QuantSpec | None = None,
+    accumulate: Accumulate = FP32,
 ) -> Tensor:
     """The product of 2-D operands that are quantised already, rounded by ``out`` if given."""
     rounds = out is not None and SOURCE_FORMATS[out_dtype] != out.format
     sum_dtype = torch.float32 if rounds else out_dtype
-    name, _ = _choose(a, b, sum_dtype, impl)
-    result = _IMPLS[name].matmul(a, b, bias=bias, out_dtype=sum_dtype)
+    name, _ = _choose(a, b, sum_dtype, impl, accumulate)
+    if accumulate == FP32:
+        result = _IMPLS[name].matmul(a, b, bias=bias, out_dtype=sum_dtype)
+    else:
+        result = emulated.matmul(a, b, bias=bias, out_dtype=sum_dtype, accumulate=accumulate)
     if out is not None and rounds:
         result = round_float(result, out.format, out.rounding, None, out.saturate).to(out_dtype)
     return result
@@ -252,8 +303,8 @@ def quantized_matmul(
             and after ``gemm_spec.out`` has.
         noise: For stochastic rounding; a draws from its stream, b from the next one, the result
             from the one after.
-        impl: ``auto``, ``emulated``, ``scaled_mm`` or ``bf16_mm``; an explicit choice never falls
-            back.
+        impl: ``auto``, ``scaled_mm``, ``bf16_mm``, ``fp16_mm`` or ``emulated``; an explicit choice
+            never falls back.
 
     Returns:
         [..., N] in out_dtype, or a QuantizedTensor; with return_amax a pair with a 0-d float32.
@@ -266,7 +317,8 @@ def quantized_matmul(
     NaN or inf makes exactly the outputs that use it NaN.
 
     Exactness: quantised operands are equal bit for bit in every impl; the sums are within
-    (K + 3) * 2^-24 * scale * sum|a||b| plus half an ulp of the output type.
+    (K + 3) * 2^-24 * scale * sum|a||b| plus half an ulp of the output type (but for
+    ``accumulate``).
     """
     if not isinstance(gemm_spec, GemmSpec):
         raise TypeError(
@@ -293,6 +345,7 @@ def quantized_matmul(
         out_dtype=result_dtype,
         impl=check_impl(impl),
         out=gemm_spec.out,
+        accumulate=gemm_spec.accumulate,
     )
     out = matrix.reshape(*a.shape[:-1], b.shape[0])
     amax = out.abs().amax() if return_amax and out.numel() else out.new_zeros(())

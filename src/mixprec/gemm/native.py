@@ -3,7 +3,8 @@
     result = round((sum * scale_a) * scale_b + bias)        all but the rounding in float32
 
 A scale can follow the finished sum where it does not change along the contraction: one scale a
-tensor, or one a row of the operand.
+tensor, or one a row of the operand; and so can the factor of a tensor beside the scales of its
+blocks.
 
 Legend: M rows of a, N rows of b, K contraction.
 """
@@ -62,9 +63,17 @@ def why_not_out_dtype(out_dtype: torch.dtype) -> str | None:
     return f"out_dtype: got {out_dtype}; the sums are float32; use float32, bfloat16 or float16"
 
 
+def follows_sums(q: QuantizedTensor) -> bool:
+    """Whether the scales of an operand can follow the finished sums."""
+    if q.scale is None:
+        return True
+    is_plain = q.scale.dtype == torch.float32
+    return is_plain and tuple(q.scale.shape) in ((1, 1), (q.codes.shape[0], 1))
+
+
 def why_not_scales(name: str, q: QuantizedTensor) -> str | None:
     """Why the scales of an operand cannot follow the finished sums, or None."""
-    if q.scale is None or tuple(q.scale.shape) in ((1, 1), (q.codes.shape[0], 1)):
+    if follows_sums(q):
         return None
     return (
         f"{name}: got blocks of {q.spec.block}; scales that follow the sum are one a tensor or one "
@@ -72,12 +81,23 @@ def why_not_scales(name: str, q: QuantizedTensor) -> str | None:
     )
 
 
+def factor_of_sums(operand: Operand) -> Tensor | None:
+    """What the finished sums are times for an operand: [1, 1] or [rows, 1], or None for nothing.
+
+    Scales that do not follow the sums were applied to the values, all but the tensor's own factor.
+    """
+    if not isinstance(operand, QuantizedTensor):
+        return None
+    return operand.scale if follows_sums(operand) else operand.tensor_scale
+
+
 def apply_scales(sums_MN: Tensor, a: Operand, b: Operand) -> Tensor:
-    """(sums * scale_a) * scale_b, in the place of the sums."""
-    if isinstance(a, QuantizedTensor) and a.scale is not None:
-        sums_MN = sums_MN.mul_(a.scale)
-    if isinstance(b, QuantizedTensor) and b.scale is not None:
-        sums_MN = sums_MN.mul_(b.scale.t())
+    """(sums * factor_a) * factor_b, in the place of the sums."""
+    factor_a, factor_b = factor_of_sums(a), factor_of_sums(b)
+    if factor_a is not None:
+        sums_MN = sums_MN.mul_(factor_a)
+    if factor_b is not None:
+        sums_MN = sums_MN.mul_(factor_b.t())
     return sums_MN
 
 

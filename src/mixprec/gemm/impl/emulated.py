@@ -3,27 +3,31 @@
     out = ((a_values @ b_values.T) * scale_a) * scale_b + bias
 
 Decoded values of up to 11 mantissa bits multiply exactly in FP32, so only the sums round: at most
-(K + 3) * 2^-24 * scale * sum|a||b| from the exact result.
+(K + 3) * 2^-24 * scale * sum|a||b| from the exact result. Asked to, it adds as units of fewer bits
+do instead (``accumulation``), with the same scales.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from mixprec.codes import decode_unscaled
+from mixprec.codes import decode_pairs, decode_unscaled
+from mixprec.gemm.accumulation import FP32, MODELS, Accumulate
 from mixprec.gemm.native import add_bias_and_round, is_autocast_on, without_modes
 from mixprec.quantization import Operand, QuantizedTensor
 from mixprec.rounding import can_look_at
-from mixprec.scaling import SCALE_RULES, expand_blocks
+from mixprec.scale_rules import SCALE_RULES
+from mixprec.scaling import expand_blocks, times_blocks
 
 # the product of two float32 scales keeps its digits in float32 above this
 _SMALLEST_FACTOR = 2.0**-100
+_Model = Callable[[Tensor, Tensor], Tensor]
 
 
 def why_not(a: Operand, b: Operand, out_dtype: torch.dtype) -> str | None:
@@ -50,8 +54,16 @@ def prepare(x: Operand) -> Operand:
     )
 
 
-def matmul(a: Operand, b: Operand, *, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+def matmul(
+    a: Operand,
+    b: Operand,
+    *,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    accumulate: Accumulate = FP32,
+) -> Tensor:
     """a[M, K] times b[N, K] over the contraction, in out_dtype [M, N]."""
+    model = MODELS.get(accumulate)
     a_values, a_scale = _values_and_scale(a)
     b_values, b_scale = _values_and_scale(b)
     if a_values.dtype != b_values.dtype:
@@ -60,14 +72,18 @@ def matmul(a: Operand, b: Operand, *, bias: Tensor | None, out_dtype: torch.dtyp
         if a_values.shape[1] == 0:
             out = a_values.new_zeros(a_values.shape[0], b_values.shape[0])
         elif _num_slabs(a_scale) > 1 or _num_slabs(b_scale) > 1:
-            out = _matmul_by_slabs(a, a_values, a_scale, b, b_values, b_scale)
+            out = _matmul_by_slabs(a, a_values, a_scale, b, b_values, b_scale, model)
         else:
-            out = _matmul_scaled(a_values, a_scale, b_values, b_scale)
+            out = _matmul_scaled(a_values, a_scale, b_values, b_scale, model)
     return add_bias_and_round(out, bias, out_dtype)
 
 
 def _matmul_scaled(
-    a_values: Tensor, a_scale: Tensor | None, b_values: Tensor, b_scale: Tensor | None
+    a_values: Tensor,
+    a_scale: Tensor | None,
+    b_values: Tensor,
+    b_scale: Tensor | None,
+    model: _Model | None,
 ) -> Tensor:
     """Scales that do not change along the contraction: after the sum, a tensor's within it."""
     row = None if b_scale is None else b_scale.t()
@@ -75,7 +91,9 @@ def _matmul_scaled(
     factor = 1.0
     for scale in scales:
         factor *= float(scale) if scale.numel() == 1 and can_look_at(scale) else 1.0
-    if factor != 1.0 and _SMALLEST_FACTOR <= abs(factor) <= 1 / _SMALLEST_FACTOR:
+    if model is not None:
+        out = model(a_values, b_values)
+    elif factor != 1.0 and _SMALLEST_FACTOR <= abs(factor) <= 1 / _SMALLEST_FACTOR:
         unused = a_values.new_zeros(1)
         out = torch.addmm(unused, a_values, b_values.t(), beta=0, alpha=factor)
         scales = [scale for scale in scales if scale.numel() > 1]
@@ -99,23 +117,31 @@ def _values_and_scale(x: Operand) -> tuple[Tensor, Tensor | None]:
     values, factor = x.held or _decoded(x)
     if values.ndim != 2:
         values = values.reshape(x.matrix_shape)
-    if x.scale.shape[1] > 1 and SCALE_RULES[x.spec.scale_rule].is_power_of_two:
-        # scaling by powers of two is exact, so it may come before the sum: one product in all
-        return values * (expand_blocks(x.scale, x.spec.block, x.matrix_shape) * factor), None
-    scale = expand_blocks(x.scale, (x.spec.block[0], -1), x.matrix_shape)
+    scale = x.block_scale
+    is_exact = SCALE_RULES[x.spec.scale_rule].is_exact
+    if is_exact and (scale.shape[1] > 1 or x.tensor_scale is not None):
+        # exact scaling may come before the sum: one product in all
+        is_own = x.held is None
+        values = times_blocks(values, scale * factor, x.spec.block, in_place=is_own)
+        return values, x.tensor_scale
+    scale = expand_blocks(scale, (x.spec.block[0], -1), x.matrix_shape)
     return values, scale * factor if factor != 1.0 else scale
 
 
 def _decoded(x: QuantizedTensor) -> tuple[Tensor, float]:
+    if x.is_packed:
+        return decode_pairs(x.codes, x.spec.format)[..., : x.matrix_shape[1]], 1.0
     return decode_unscaled(x.codes, x.spec.format) if _has_no_nan_codes(x) else (x.values, 1.0)
 
 
 def _has_no_nan_codes(x: QuantizedTensor) -> bool:
     """Whether every NaN stands under a NaN scale, so that decoding need not look for NaN codes."""
-    if x.codes.dtype != torch.uint8 or x.amax is None or x.spec.format.bits != 8:
+    if x.codes.dtype != torch.uint8:
         return False
-    if not x.spec.is_delayed:
+    if not x.spec.format.has_nan or (x.amax is not None and not x.spec.is_delayed):
         return True
+    if x.amax is None:
+        return False
     return can_look_at(x.amax) and math.isfinite(float(x.amax))
 
 
@@ -126,6 +152,7 @@ def _matmul_by_slabs(
     b: Operand,
     b_values: Tensor,
     b_scale: Tensor | None,
+    model: _Model | None,
 ) -> Tensor:
     """Each slab between two changes of a scale along the contraction: sum, scale, add."""
     length = a_values.shape[1]
@@ -137,7 +164,8 @@ def _matmul_by_slabs(
     starts = sorted({start for width in widths for start in range(0, length, width)})
     out = a_values.new_zeros(a_values.shape[0], b_values.shape[0])
     for start, end in zip(starts, [*starts[1:], length], strict=True):
-        slab = a_values[:, start:end] @ b_values[:, start:end].t()
+        a_slab, b_slab = a_values[:, start:end], b_values[:, start:end]
+        slab = a_slab @ b_slab.t() if model is None else model(a_slab, b_slab)
         for x, scale, is_a in ((a, a_scale, True), (b, b_scale, False)):
             if scale is not None:
                 assert isinstance(x, QuantizedTensor)

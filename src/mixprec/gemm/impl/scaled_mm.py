@@ -1,4 +1,4 @@
-"""Products of FP8 operands by torch's scaled matrix product: cuBLASLt and CUTLASS, and the CPU.
+"""Products of FP8 and FP4 operands by torch's scaled matrix product: cuBLASLt, CUTLASS, the CPU.
 
     result[m, n] = (sum_k a[m, k] * b[n, k]) * scale_a[m] * scale_b[n] + bias[n]
 
@@ -17,6 +17,10 @@ row-major, the second column-major; K and N multiples of 16; e5m2 with e5m2 refu
 contiguous [M, 1] and [1, N], with the second operand e4m3 outside cuBLAS. Sizes are filled up with
 codes of zero, which add nothing, and the result is cut.
 
+Scales of blocks go to ``torch.nn.functional.scaled_mm`` in the layouts of ``block_scales``, for
+float32 results; the factors of whole tensors, bias and rounding follow here. MXFP4 is not among
+them: torch's product of it gives bfloat16 alone and is not in every build.
+
 Exactness: operands bit for bit; sums within (K + 3) * 2^-24 * scale * sum|a||b|, plus half an ulp
 of the result's type, where the units add in float32. Hopper's units add the products of one
 instruction in fewer bits; ``use_fast_accum=False`` has their partial sums collected in float32.
@@ -32,7 +36,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mixprec.codes import float8_dtype
-from mixprec.gemm import native
+from mixprec.gemm import block_scales, native
 from mixprec.hardware import generation
 from mixprec.quantization import Operand, QuantizedTensor
 
@@ -53,12 +57,23 @@ def why_not(a: Operand, b: Operand, out_dtype: torch.dtype) -> str | None:
     for name, operand in (("a", a), ("b", b)):
         if not isinstance(operand, QuantizedTensor):
             return f"{name}: got a high-precision tensor; both operands must be FP8"
-        if float8_dtype(operand.spec.format) is None:
-            return f"{name}: got {operand.spec.format}; the units multiply e4m3 and e5m2"
-        reason = native.why_not_scales(name, operand)
-        if reason is not None:
-            return reason
+    assert isinstance(a, QuantizedTensor)
+    assert isinstance(b, QuantizedTensor)
+    if block_scales.are_in_blocks(a, b):
+        reason = _why_not_blocks(a, b)
+        return native.first_reason(reason, native.why_not_out_dtype(out_dtype))
+    for name, q in (("a", a), ("b", b)):
+        if float8_dtype(q.spec.format) is None:
+            return f"{name}: got {q.spec.format}; the units multiply e4m3 and e5m2"
     return native.first_reason(native.why_not_out_dtype(out_dtype), _why_not_device(a, b))
+
+
+def _why_not_blocks(a: QuantizedTensor, b: QuantizedTensor) -> str | None:
+    kind, capability = native.device_facts(a.codes)
+    if capability is not None:
+        return block_scales.why_not_specs(a.spec, b.spec, capability)
+    name, q = ("b", b) if native.follows_sums(a) else ("a", a)
+    return f"{name}: got blocks of {q.spec.block} on {kind}; torch's product of blocks is on cuda"
 
 
 def _why_not_device(a: Operand, b: Operand) -> str | None:
@@ -89,14 +104,17 @@ def why_slow(a: Operand, b: Operand) -> str | None:
 def note(a: Operand, b: Operand) -> str | None:
     """What the units' sums do differently from FP32's, with their bound, or None."""
     _, capability = native.device_facts(native.stored(a))
-    return (generation(capability).fp8_sums or None) if capability is not None else None
+    if capability is None:
+        return None
+    assert isinstance(a, QuantizedTensor)
+    return (generation(capability).fp8_sums or None) if float8_dtype(a.spec.format) else None
 
 
 def matmul(a: Operand, b: Operand, *, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """a @ b.T with scales, plus bias, in out_dtype.
 
     Args:
-        a: [M, K] e4m3 or e5m2, one scale a tensor or a row (``why_not`` gives None).
+        a: [M, K], codes with the scales that ``why_not`` gives None for.
         b: [N, K] alike.
         bias: [N], any floating-point type; added in float32.
         out_dtype: float32, bfloat16 or float16.
@@ -109,6 +127,11 @@ def matmul(a: Operand, b: Operand, *, bias: Tensor | None, out_dtype: torch.dtyp
     """
     assert isinstance(a, QuantizedTensor)
     assert isinstance(b, QuantizedTensor)
+    if block_scales.are_in_blocks(a, b):
+        sums = _sums_of_blocks(a, b)
+        for factor in (a.tensor_scale, b.tensor_scale):
+            sums = sums if factor is None else sums.mul_(factor)
+        return native.add_bias_and_round(sums, bias, out_dtype)
     a_MK, b_NK = _operand(a, fill_rows=False), _operand(b, fill_rows=True)
     product_dtype = out_dtype if bias is None else torch.float32
     scales = _torch_scales(a, b, b_NK.shape[0], product_dtype)
@@ -119,6 +142,29 @@ def matmul(a: Operand, b: Operand, *, bias: Tensor | None, out_dtype: torch.dtyp
     else:
         product = _scaled_mm(a_MK, b_NK, scales, product_dtype, b.codes.shape[0])
     return native.add_bias_and_round(product, bias, out_dtype)
+
+
+def _sums_of_blocks(a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
+    """float32 [M, N]: values times the scales of their blocks, without the factors of tensors."""
+    rows, columns = a.codes.shape[0], b.codes.shape[0]
+    if 0 in (rows, columns, a.codes.shape[1]):
+        return torch.zeros(rows, columns, device=a.codes.device)
+    types = [block_scales.scaling_of(q.spec) for q in (a, b)]
+    assert types[0] is not None
+    assert types[1] is not None
+    sums = torch.nn.functional.scaled_mm(
+        block_scales.elements(a, fill_rows=True),
+        block_scales.elements(b, fill_rows=True).t(),
+        block_scales.scales(a, fill_rows=True),
+        types[0].scaling_type,
+        block_scales.scales(b, fill_rows=True),
+        types[1].scaling_type,
+        swizzle_a=block_scales.swizzle(types[0]),
+        swizzle_b=block_scales.swizzle(types[1]),
+        output_dtype=torch.float32,
+        use_fast_accum=False,
+    )
+    return sums[:rows, :columns].contiguous()
 
 
 def _operand(q: QuantizedTensor, *, fill_rows: bool) -> Tensor:

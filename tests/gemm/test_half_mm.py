@@ -1,4 +1,4 @@
-"""Products on BF16 units, on faked GPUs."""
+"""Products on units of 16 bits, on faked GPUs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ from torch import Tensor
 from gemm.bound import assert_within_bound
 from gemm.fake_cuda import FakeCuda
 from mixprec.formats import FORMATS
-from mixprec.gemm.impl import bf16_mm
+from mixprec.gemm.impl.half_mm import BF16 as BF16_UNITS
+from mixprec.gemm.impl.half_mm import FP16 as FP16_UNITS
+from mixprec.gemm.impl.half_mm import HalfUnits
 from mixprec.gemm.native import Operand
 from mixprec.quantization import QuantSpec, quantize
+from mixprec.recipes import RECIPES
 
 NARROW = ["e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz", "e3m2", "e2m3", "e2m1"]
 ROW = QuantSpec(format=FORMATS["e4m3"], block=(1, -1), scale_rule="pow2")
 BF16 = QuantSpec(format=FORMATS["bf16"], scale_rule="none")
+FP16 = replace(BF16, format=FORMATS["fp16"])
 SIZES = [(1, 1, 1), (5, 7, 3), (16, 16, 16), (17, 33, 65), (0, 4, 4), (4, 0, 4), (4, 4, 0)]
 OUT_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -33,36 +37,60 @@ def product(
     b: Operand,
     bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.float32,
+    units: HalfUnits = BF16_UNITS,
 ) -> Tensor:
-    assert bf16_mm.why_not(a, b, out_dtype) is None
-    return bf16_mm.matmul(a, b, bias=bias, out_dtype=out_dtype)
+    assert units.why_not(a, b, out_dtype) is None
+    return units.matmul(a, b, bias=bias, out_dtype=out_dtype)
 
 
 @pytest.mark.parametrize("out_dtype", OUT_DTYPES, ids=str)
-@pytest.mark.parametrize("name", [*NARROW, "bf16"])
+@pytest.mark.parametrize(
+    ("units", "name"),
+    [(units, name) for units in (BF16_UNITS, FP16_UNITS) for name in (*NARROW, str(units.format))],
+    ids=str,
+)
 @pytest.mark.parametrize(("m", "n", "k"), SIZES)
 def test_matmul_is_within_the_bound(
-    ampere: FakeCuda, m: int, n: int, k: int, name: str, out_dtype: torch.dtype
+    ampere: FakeCuda, m: int, n: int, k: int, units: HalfUnits, name: str, out_dtype: torch.dtype
 ) -> None:
-    spec = BF16 if name == "bf16" else QuantSpec(format=FORMATS[name])
+    is_half = name in ("bf16", "fp16")
+    spec = QuantSpec(format=FORMATS[name], scale_rule="none" if is_half else "real")
     a, b = quantize(torch.randn(m, k), spec), quantize(torch.randn(n, k), spec)
     for bias in (None, torch.randn(n), torch.randn(n).to(out_dtype)):
-        result = product(a, b, bias, out_dtype)
+        result = product(a, b, bias, out_dtype, units)
         assert result.dtype == out_dtype
         assert result.is_contiguous()
         assert_within_bound(result, a, b, bias)
 
 
+@pytest.mark.parametrize("units", [BF16_UNITS, FP16_UNITS], ids=str)
 @pytest.mark.parametrize("name", NARROW)
-def test_operands_reach_torch_with_their_exact_values(ampere: FakeCuda, name: str) -> None:
+def test_operands_reach_torch_with_their_exact_values(
+    ampere: FakeCuda, name: str, units: HalfUnits
+) -> None:
     a, b = (quantize(torch.randn(5, 7), QuantSpec(format=FORMATS[name])) for _ in range(2))
-    product(a, b)
+    product(a, b, units=units)
     (call,) = ampere.calls
     assert call.name == "mm"
     assert call.out_dtype == torch.float32
     for given, q in ((call.a, a), (call.b.t(), b)):
-        assert given.dtype == torch.bfloat16
+        assert given.dtype == units.dtype
         assert torch.equal(given.float(), q.values)
+
+
+def test_all_values_of_float16_reach_the_units(ampere: FakeCuda) -> None:
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.float16)[None]
+    q = quantize(every, replace(FP16, saturate=False))
+    one = quantize(torch.ones(1, 2**16), FP16)
+    product(q, one, units=FP16_UNITS)
+    assert torch.equal(ampere.calls[0].a.nan_to_num(nan=7.0), every.nan_to_num(nan=7.0))
+
+
+def test_a_float16_operand_in_high_precision_joins_those_of_float16(ampere: FakeCuda) -> None:
+    plain = torch.randn(5, 32).half()
+    q = quantize(torch.randn(7, 32), FP16)
+    assert_within_bound(product(plain, q, units=FP16_UNITS), plain, q)
+    assert ampere.calls[0].a is plain
 
 
 @pytest.mark.parametrize("spec", [ROW, QuantSpec(format=FORMATS["e4m3"]), BF16], ids=str)
@@ -131,7 +159,7 @@ def test_transposed_operands(ampere: FakeCuda) -> None:
             QuantSpec(format=FORMATS["e4m3"], block=(1, 32)),
             ROW,
             torch.float32,
-            r"a: got blocks of \(1, 32\)",
+            r"a: got blocks of \(1, 32\) scaled by real; BF16 does not hold the values times their",
         ),
         (ROW, ROW, torch.float64, "out_dtype: got torch.float64"),
     ],
@@ -143,30 +171,54 @@ def test_why_not_names_the_operand_and_the_rule(
     out_dtype: torch.dtype,
     reason: str,
 ) -> None:
-    given = [x if isinstance(x, Tensor) else quantize(torch.ones(4, 64), x) for x in (a, b)]
-    why = bf16_mm.why_not(*given, out_dtype)
+    left, right = (x if isinstance(x, Tensor) else quantize(torch.ones(4, 64), x) for x in (a, b))
+    why = BF16_UNITS.why_not(left, right, out_dtype)
     assert re.match(reason, why or "")
 
 
 @pytest.mark.parametrize(
-    ("fake", "reason"),
+    ("given", "reason"),
     [
-        (FakeCuda((7, 5)), "device: compute capability 7.5 (Turing) has no BF16 units; 8.0 has"),
-        (FakeCuda(kind="cpu"), "device: got cpu; torch.mm with float32 sums"),
-        (FakeCuda(kind="rocm"), "device: got rocm; torch.mm with float32 sums"),
+        (torch.ones(2, 64).bfloat16(), "a: got torch.bfloat16 in high precision; FP16 units take"),
+        (quantize(torch.ones(4, 64), BF16), "a: got bf16; its values are no FP16 numbers"),
+        (
+            quantize(torch.ones(4, 64), RECIPES["mxfp8"].output.a),
+            r"a: got blocks of \(1, 32\) scaled by e8m0_rceil; FP16 does not hold the values",
+        ),
+        (
+            quantize(torch.ones(4, 64), RECIPES["nvfp4"].output.a),
+            r"a: got blocks of \(1, 16\) scaled by nvfp4; FP16 does not hold",
+        ),
+    ],
+)
+def test_units_of_float16_refuse_what_float16_cannot_hold(
+    ampere: FakeCuda, given: Operand, reason: str
+) -> None:
+    why = FP16_UNITS.why_not(given, quantize(torch.ones(4, 64), ROW), torch.float32)
+    assert re.match(reason, why or "")
+
+
+@pytest.mark.parametrize(
+    ("units", "fake", "reason"),
+    [
+        (BF16_UNITS, FakeCuda((7, 5)), "device: compute capability 7.5 (Turing) has no BF16 units"),
+        (FP16_UNITS, FakeCuda((6, 1)), "device: compute capability 6.1 (Pascal or older) has no"),
+        (BF16_UNITS, FakeCuda(kind="cpu"), "device: got cpu; torch.mm with float32 sums"),
+        (FP16_UNITS, FakeCuda(kind="rocm"), "device: got rocm; torch.mm with float32 sums"),
     ],
 )
 def test_why_not_names_the_device(
-    fake: FakeCuda, reason: str, monkeypatch: pytest.MonkeyPatch
+    units: HalfUnits, fake: FakeCuda, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake.install(monkeypatch)
     a = quantize(torch.ones(4, 64), ROW)
-    assert (bf16_mm.why_not(a, a, torch.float32) or "").startswith(reason)
-    assert bf16_mm.why_slow(a, a) is None
+    assert (units.why_not(a, a, torch.float32) or "").startswith(reason)
+    assert units.why_slow(a, a) is None
 
 
 def test_the_cpu_of_this_torch_has_no_such_product() -> None:
     """The reason for refusing it; a torch that has it is one to look at again."""
-    x = torch.ones(2, 2, dtype=torch.bfloat16)
-    with pytest.raises(NotImplementedError, match=r"aten::mm\.dtype"):
-        torch.mm(x, x, out_dtype=torch.float32)
+    for dtype in (torch.bfloat16, torch.float16):
+        x = torch.ones(2, 2, dtype=dtype)
+        with pytest.raises(NotImplementedError, match=r"aten::mm\.dtype"):
+            torch.mm(x, x, out_dtype=torch.float32)
