@@ -38,6 +38,9 @@ BARS = {
     "fp8_tensorwise": 1.20,
     "fp8_delayed": 1.20,
     "fp8_rowwise": 1.40,
+    "fp8_blockwise": 1.45,
+    "mxfp8": 1.45,
+    "nvfp4": 2.0,
     "bf16 region": 1.35,
     "fp16 region": 1.35,
 }

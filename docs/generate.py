@@ -66,6 +66,10 @@ def operand(spec: QuantSpec | None) -> str:
         words += [block, f"`{spec.scale_rule}`"]
     if spec.amax_history_len:
         words.append(f"delayed ({spec.amax_history_len})")
+    if spec.is_stochastic:
+        words.append("stochastic")
+    if spec.hadamard:
+        words.append("RHT")
     return " ".join(words)
 
 

@@ -24,6 +24,7 @@ PYTHON = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*
 PUBLIC = {
     "FORMATS",
     "RECIPES",
+    "ErrorFigures",
     "FloatFormat",
     "GemmSpec",
     "Noise",
@@ -43,6 +44,7 @@ PUBLIC = {
     "linear",
     "load_state_dict",
     "quantize",
+    "quantize_error",
     "quantized_matmul",
     "resolve",
     "revert",

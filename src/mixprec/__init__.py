@@ -17,6 +17,7 @@ from mixprec.nn import (
 )
 from mixprec.noise import Noise
 from mixprec.quantization import QuantizedTensor, QuantSpec, quantize
+from mixprec.quantization_error import ErrorFigures, quantize_error
 from mixprec.recipes import RECIPES, Recipe
 from mixprec.recipes import get_recipe as resolve
 from mixprec.rounding import round_to_format
@@ -28,6 +29,7 @@ __version__ = "0.1.0"
 __all__ = [
     "FORMATS",
     "RECIPES",
+    "ErrorFigures",
     "FloatFormat",
     "GemmSpec",
     "Noise",
@@ -47,6 +49,7 @@ __all__ = [
     "linear",
     "load_state_dict",
     "quantize",
+    "quantize_error",
     "quantized_matmul",
     "resolve",
     "revert",

@@ -11,7 +11,7 @@ import pytest
 from train.conftest import write_idx_folder
 
 from mixprec.cli import compare as command
-from mixprec.train import compare as comparison
+from mixprec.train import compared
 from mixprec.train.config import load
 from mixprec.train.trainer import NonFiniteError, Trainer
 
@@ -52,9 +52,16 @@ def test_json_and_the_folder(cli: Callable, config: Path, tmp_path: Path) -> Non
     assert "step 3 of 3" in err
 
 
+def test_sums_of_fewer_bits_beside_those_of_fp32(cli: Callable, config: Path) -> None:
+    words = ["--recipes", "mxfp8", "--accumulate", "fp32, hopper", "--steps", "1", "--json"]
+    result = json.loads(cli("compare", str(config), *words).out)
+    assert [run["recipe"] for run in result["runs"]] == ["mxfp8", "mxfp8_hopper"]
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [
+        (["--accumulate", "ada"], "accumulate: got 'ada'; must be one of fp32, hopper"),
         (["--recipes", "fp32,fp9"], "recipe: got 'fp9'; unknown"),
         (["--recipes", "fp32,fp32"], "recipes: got fp32 twice"),
         (["--steps", "0"], "train.steps: got 0"),
@@ -130,11 +137,11 @@ def test_level_of_the_environment_joins_the_recipes(
     config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AMPLITE_LEVEL", "O2")
-    assert "O2" in comparison._chosen(load(config), None)
-    own = tuple(comparison._chosen(load(config, ["recipe=tf32"]), None))
-    assert own == (*comparison.DEFAULT_RECIPES, "tf32")
-    assert comparison._configuration(None, None, None, None).recipe == "O2"
-    (note,) = comparison._level_notes(load(config, ["recipe=tf32"]), own)
+    assert "O2" in compared.chosen_recipes(load(config), None)
+    own = tuple(compared.chosen_recipes(load(config, ["recipe=tf32"]), None))
+    assert own == (*compared.DEFAULT_RECIPES, "tf32")
+    assert compared.configuration(None, None, None, None).recipe == "O2"
+    (note,) = compared.level_notes(load(config, ["recipe=tf32"]), own)
     assert note == "AMPLITE_LEVEL=O2 has no effect: the configuration says what to compare"
 
 

@@ -13,6 +13,7 @@ from mixprec import survey
 from mixprec.formats import FORMATS
 from mixprec.hardware import ACCELERATORS
 from mixprec.recipes import RECIPES
+from mixprec.support import Support, native_support, region_support
 from mixprec.variables import Machine, read_variables
 
 HOPPER = survey.Survey(
@@ -33,9 +34,9 @@ HOPPER = survey.Survey(
             name="plotly", purpose="pages", version="", reason="broken, OSError: no x.so"
         ),
     ),
-    formats=tuple(survey.native_support(fmt, (9, 0)) for fmt in FORMATS.values()),
-    recipes=tuple(survey.native_support(recipe, (9, 0)) for recipe in RECIPES.values()),
-    regions=survey.Support(
+    formats=tuple(native_support(fmt, (9, 0)) for fmt in FORMATS.values()),
+    recipes=tuple(native_support(recipe, (9, 0)) for recipe in RECIPES.values()),
+    regions=Support(
         name="16-bit regions", native=True, impls={}, reason="on cuda: torch's own 16-bit products"
     ),
     variables=read_variables(
@@ -68,8 +69,11 @@ def test_hopper_says_that_fp4_is_emulated(cli: Callable, monkeypatch: pytest.Mon
     monkeypatch.setattr(survey, "doctor", lambda: HOPPER)
     out = cli("doctor").out
     emulated = out.split("emulated   ")[1:]
-    (fp4,) = (row for row in emulated if "e2m1" in row)
-    assert "no units in Hopper (9.0); Blackwell (10.0) has" in fp4
+    fp4 = [row for row in emulated if "e2m1" in row]
+    assert ["nvfp4" in row and "mxfp4" in row for row in fp4] == [False, True]
+    assert "no units in Hopper (9.0); Blackwell (10.0) has" in fp4[0]
+    recipes = fp4[1].split("environment variable")[0].split()
+    assert " ".join(recipes) == ("mxfp4 e2m1: no units in Hopper (9.0); nvfp4 Blackwell (10.0) has")
     assert "error up to 132 * 2^-13 * scale * sum|a||b|" in " ".join(out.split())
     assert "NVIDIA H100 80GB HBM3, compute capability 9.0, 80 GB" in " ".join(out.split())
     assert "tf32 494.7" in " ".join(out.split())
@@ -80,10 +84,10 @@ def test_hopper_says_that_fp4_is_emulated(cli: Callable, monkeypatch: pytest.Mon
 def test_says_where_16_bit_products_are_emulated(
     cli: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here = survey.region_support(torch.device("cpu"))
+    here = region_support(torch.device("cpu"))
     assert not here.native
     assert "operands rounded to 16 bits, FP32 sums, results rounded" in here.reason
-    assert survey.region_support(torch.device("meta")).native
+    assert region_support(torch.device("meta")).native
     monkeypatch.setattr(survey.torch.cuda, "device_count", lambda: 0)
     out = " ".join(cli("doctor").out.split())
     assert f"Products in 16-bit regions: emulated; {here.reason}" in out

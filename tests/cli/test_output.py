@@ -10,7 +10,7 @@ from types import MappingProxyType
 import pytest
 
 from mixprec.cli.output import grouped_by_reason, print_json, print_table
-from mixprec.survey import Support
+from mixprec.support import Support
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ import pytest
 from torch import nn
 
 import mixprec
+from mixprec.gemm import IMPLS
 from mixprec.nn import ReportRow
 
 
@@ -39,13 +40,19 @@ def test_rows_say_what_became_of_a_module_and_why() -> None:
         status="converted",
         recipe="fp8_tensorwise",
         impl=rows["body.0"].impl,
+        formats=("e4m3", "e5m2 x e4m3", "e5m2 x e4m3"),
+        multiplications=16 * 16,
+        bits="8",
     )
-    assert rows["body.0"].impl in ("emulated", "scaled_mm", "bf16_mm")
+    assert rows["body.0"].impl in IMPLS
     assert rows["body.2"] == ReportRow(
         name="body.2",
         type="Linear",
         status="left",
         reason="sizes 16 and 10 are not multiples of 16",
+        formats=("fp32", "fp32", "fp32"),
+        multiplications=16 * 10,
+        bits="32",
     )
     assert rows["stem.2"].reason == rows["scale"].reason == "no parameters"
     assert rows["stem.1"].reason == "BatchNorm2d is not covered"

@@ -18,6 +18,7 @@ from mixprec.recipes import RECIPES
 QUANTISING = [
     name for name, each in with_distinct_products(RECIPES).items() if not each.is_high_precision
 ]
+STATEFUL = ("fp8_delayed", "mxfp4", "nvfp4")
 STOCHASTIC = mixprec.Recipe.from_dict(
     {"variant_of": "fp8_delayed", "grad_input": {"a": {"rounding": "stochastic"}}}
 )
@@ -84,7 +85,16 @@ def test_assigning_checkpoint_leaves_histories_and_trains_on() -> None:
     assert train(net, adam(net), range(1))[0].isfinite()
 
 
-@pytest.mark.parametrize("recipe", [name for name in QUANTISING if name != "fp8_delayed"])
+@pytest.mark.parametrize("recipe", ["mxfp4", "nvfp4"])
+def test_four_bit_recipes_have_the_step_of_their_noise_alone(recipe: str) -> None:
+    net = converted(recipe)
+    train(net, adam(net), range(3))
+    state = mixprec.state_dict(net)
+    assert {key.rpartition(".")[2] for key in state} == {"mixprec_noise_step"}
+    assert [step.item() for step in state.values()] == [3] * len(state)
+
+
+@pytest.mark.parametrize("recipe", [name for name in QUANTISING if name not in STATEFUL])
 def test_recipes_without_state_have_none(recipe: str) -> None:
     assert mixprec.state_dict(converted(recipe)) == {}
     mixprec.load_state_dict(converted(recipe), {})

@@ -21,12 +21,21 @@ from mixprec.nn import QuantizedLinear
 from mixprec.quantization import quantize
 from mixprec.recipes import RECIPES, Recipe
 from mixprec.train import compare
+from mixprec.train.compared import DEFAULT_RECIPES, chosen_recipes, configuration
 from mixprec.train.config import Config
 from mixprec.train.faults import NonFiniteError
 from mixprec.train.trainer import Trainer
 
 Small = Callable[..., Config]
 E4M2 = {"format": {"exponent": 4, "mantissa": 2}}
+# How many points of accuracy a recipe may differ from fp32 in the demo.
+POINTS = {
+    **dict.fromkeys(("bf16", "fp16"), 0.5),
+    **dict.fromkeys(("bf16_pure", *DEFAULT_RECIPES[3:]), 1.0),
+    **dict.fromkeys(("fp8_blockwise", "mxfp8", "mxfp6_e3m2", "mxfp6_e2m3"), 1.0),
+    **dict.fromkeys(("mxfp4", "nvfp4"), 2.0),
+}
+FURTHER = [recipe for recipe in POINTS if recipe not in DEFAULT_RECIPES]
 PICKED = ("fp32", "fp8_delayed", "fp8_rowwise_hp_grad_weight")
 
 
@@ -230,11 +239,11 @@ def test_notes_say_where_sums_take_fewer_bits(
 
 def test_default_recipes_and_that_of_the_configuration(small: Small) -> None:
     result = compare.run(small("recipe=tf32"), steps=1, console=quiet())
-    assert [run["recipe"] for run in result["runs"]] == [*compare.DEFAULT_RECIPES, "tf32"]
+    assert [run["recipe"] for run in result["runs"]] == [*DEFAULT_RECIPES, "tf32"]
 
 
 def test_without_a_configuration_it_is_three_epochs_of_mnist() -> None:
-    config = compare._configuration(None, None, None, None)
+    config = configuration(None, None, None, None)
     assert (config.model, config.data.name, config.data.path) == ("mnist_cnn", "mnist", None)
     assert (config.train.epochs, config.train.seed, config.data.batch_size) == (3, 1, 64)
 
@@ -285,22 +294,21 @@ def demo() -> list[dict[str, Any]]:
     two_bits = {side: {"format": {"exponent": 1, "mantissa": 0}} for side in "ab"}
     products = dict.fromkeys(("output", "grad_input", "grad_weight"), two_bits)
     failing = {"variant_of": "fp8_tensorwise", "name": "two_bits", **products}
-    recipes = [*compare.DEFAULT_RECIPES, "bf16_pure", failing]
+    recipes = [*DEFAULT_RECIPES, *FURTHER, failing]
     result = compare.run(recipes=recipes, console=quiet())
     return list(result["runs"])
 
 
 @pytest.mark.slow
-def test_the_demo_keeps_fp8_within_a_point_of_fp32(demo: list[dict[str, Any]]) -> None:
+def test_the_demo_trains_under_every_recipe(demo: list[dict[str, Any]]) -> None:
     assert demo[0]["accuracy"] > 0.94
-    for run in demo[:-1]:
-        assert abs(run["accuracy_difference"]) <= 0.01, run["recipe"]
-        assert run["train_loss"] < 0.3
+    assert {run["recipe"]: run["failure"] for run in demo[:-1] if run["failure"]} == {}
+    assert max(run["train_loss"] for run in demo[:-1]) < 0.3
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("recipe", "points"), [("bf16", 0.5), ("fp16", 0.5), ("bf16_pure", 1.0)])
-def test_the_demo_keeps_16_bits_close_to_fp32(
+@pytest.mark.parametrize(("recipe", "points"), POINTS.items())
+def test_the_demo_keeps_each_recipe_close_to_fp32(
     demo: list[dict[str, Any]], recipe: str, points: float
 ) -> None:
     (run,) = (run for run in demo if run["recipe"] == recipe)
@@ -346,7 +354,7 @@ def test_the_configuration_s_own_recipe_is_named_by_its_label(small: Small) -> N
     assert [run["recipe"] for run in result["runs"]] == ["fp32", "mine"]
     (alone,) = compare.run(config, recipes="mine", steps=1, console=quiet())["runs"]
     assert alone["curve"] == result["runs"][1]["curve"]
-    assert compare._chosen(config, None)["mine"] == config.recipe
+    assert chosen_recipes(config, None)["mine"] == config.recipe
 
 
 def test_one_recipe_needs_no_list(small: Small) -> None:

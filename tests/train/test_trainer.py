@@ -291,6 +291,15 @@ def test_conversion_settings_reach_the_model(small: Small) -> None:
     assert [row.name for row in Trainer(kept).report.converted] == ["fc1"]
 
 
+def test_sensitive_layers_of_a_configuration_multiply_in_bf16(small: Small) -> None:
+    report = Trainer(small("recipe=nvfp4", "convert.keep_first=1")).report
+    assert [row.recipe for row in report.converted] == ["bf16 on fp32", "nvfp4"]
+    report = Trainer(small("recipe=nvfp4", "convert.keep_last_share=0.15")).report
+    assert [row.recipe for row in report.converted] == ["nvfp4", "bf16 on fp32"]
+    with pytest.raises(ValueError, match="of 2 linear layers none is left for the recipe"):
+        Trainer(small("recipe=nvfp4", "convert.keep_first=1", "convert.keep_last_share=0.15"))
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")

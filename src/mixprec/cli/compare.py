@@ -59,6 +59,15 @@ def compare(
     ] = None,
     device: Device = None,
     base: Base = None,
+    accumulate: Annotated[
+        str | None,
+        typer.Option(
+            help="How products of 8 bits and less are added: fp32, hopper, hopper_promoted; "
+            "several separated by commas.",
+            metavar="A,B",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Compare recipes: the same model, weights, batches and dropout masks in each.
@@ -71,15 +80,15 @@ def compare(
     from mixprec.pages.comparison import render
     from mixprec.train.compare import run
 
-    names = None if recipes is None else [name.strip() for name in recipes.split(",")]
     result = run(
         config,
-        recipes=names,
+        recipes=_names(recipes),
         steps=steps,
         seeds=seeds,
         out=out,
         device=device,
         base=base,
+        accumulate=_names(accumulate),
         console=Console(stderr=as_json),
     )
     if out is not None:
@@ -92,6 +101,10 @@ def compare(
             console().print(f"result.json, losses.csv and compare.html are in {out}")
     if all(run["failure"] for run in result["runs"]):
         raise typer.Exit(NON_FINITE)
+
+
+def _names(listed: str | None) -> list[str] | None:
+    return None if listed is None else [name.strip() for name in listed.split(",")]
 
 
 def _show(result: Mapping[str, Any]) -> None:

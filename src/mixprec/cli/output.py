@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from mixprec.survey import Support
+    from mixprec.support import Support
 
 _GAP = 3
 _MARGINS = 2

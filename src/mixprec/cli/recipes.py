@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mixprec.cli.measured import BLOCKS, DEFAULT_DATA, show_measured
 from mixprec.cli.options import Json
 from mixprec.cli.output import console, grouped_by_reason, print_json, print_table
 from mixprec.hardware import ACCELERATORS
@@ -13,11 +14,10 @@ from mixprec.hardware import ACCELERATORS
 if TYPE_CHECKING:
     from mixprec.quantization import QuantSpec
     from mixprec.recipes import Recipe
-    from mixprec.survey import Support
+    from mixprec.support import Support
 
 _TENSORS = ("x", "w", "g", "w", "g", "x")
 DEFAULT_POLICY = "cuda"
-_BLOCKS = {(-1, -1): "tensor", (1, -1): "row", (-1, 1): "column"}
 
 
 def recipes(
@@ -36,6 +36,19 @@ def recipes(
             show_default=False,
         ),
     ] = None,
+    measure: Annotated[
+        bool,
+        typer.Option("--measure", help="The error of one tensor under each operand (of NAME)."),
+    ] = False,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="With --measure: normal (the default), lognormal, outliers, FILE.npy, "
+            "FILE.safetensors or FILE.safetensors:TENSOR.",
+            metavar="DATA",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """What a recipe does, and where it is native.
@@ -50,7 +63,16 @@ def recipes(
         raise ValueError(
             f"policy: got {policy!r} without --operations; nothing would follow from it; add that"
         )
-    if operations:
+    if data is not None and not measure:
+        raise ValueError(
+            f"data: got {data!r} without --measure; nothing would follow from it; add that"
+        )
+    if measure and operations:
+        raise ValueError("measure: got it beside --operations; each is a table; choose one")
+    if measure:
+        chosen = RECIPES.values() if name is None else (get_recipe(name),)
+        show_measured(chosen, data or DEFAULT_DATA, as_json)
+    elif operations:
         _show_operations(_sixteen_bit(name), policy or DEFAULT_POLICY, as_json)
     elif name is not None:
         _show_recipe(get_recipe(name), as_json)
@@ -145,7 +167,7 @@ def _around(recipe: Recipe) -> list[tuple[str, str]]:
 
 def _support(recipe: Recipe) -> dict[str, Support]:
     """Whether each GPU of the hardware table runs the recipe natively."""
-    from mixprec.survey import native_support
+    from mixprec.support import native_support
 
     return {
         name: native_support(recipe, row.capability, vendor=row.vendor)
@@ -167,6 +189,6 @@ def _words(spec: QuantSpec | None) -> tuple[str, str, str, str]:
     if spec is None:
         return "high precision", "", "", ""
     free, contraction = spec.block
-    block = _BLOCKS.get(spec.block, f"{free} x {contraction}")
+    block = BLOCKS.get(spec.block, f"{free} x {contraction}")
     delayed = f", delayed {spec.amax_history_len}" if spec.is_delayed else ""
     return str(spec.format), block, f"{spec.scale_rule}{delayed}", spec.rounding

@@ -3,6 +3,7 @@
 from mixprec.nn.convert import convert, revert
 from mixprec.nn.linear import QuantizedLinear
 from mixprec.nn.report import Report, ReportRow
+from mixprec.nn.sensitive import keep_sensitive
 from mixprec.nn.state import (
     attach,
     attached_models,
@@ -20,6 +21,7 @@ __all__ = [
     "attached_models",
     "convert",
     "forget_amaxes",
+    "keep_sensitive",
     "load_state_dict",
     "revert",
     "state_dict",

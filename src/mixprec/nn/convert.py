@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from mixprec.gemm.api import IMPLS, check_impl, resolve_spec
 from mixprec.nn.linear import QuantizedLinear, is_converted_class, plain_class, quantized_class
@@ -21,7 +23,8 @@ from mixprec.nn.selection import (
     read_by_weight_of,
     recipe_patterns,
 )
-from mixprec.recipes import Recipe
+from mixprec.recipes import OPERANDS, Recipe
+from mixprec.rounding import SOURCE_FORMATS
 
 
 def _check_arguments(
@@ -151,25 +154,47 @@ def _convert(
                 note = f"the same module as {first}"
             impl, why = impls[name]
             reason = "; ".join(filter(None, (note, why)))
-            rows.append(_row(name, module, "converted", decision, impl, reason))
+            rows.append(
+                _row(name, module, "converted", decision, impl, reason, is_counted=first == name)
+            )
             continue
         if isinstance(module, QuantizedLinear):
             _restore(module)
         if decision != NO_PARAMETERS or not any(True for _ in module.children()):
-            rows.append(_row(name, module, "left", None, "", decision))
+            rows.append(_row(name, module, "left", None, "", decision, is_counted=first == name))
     return tuple(rows)
 
 
 def _row(
-    name: str, module: nn.Module, status: Status, recipe: Recipe | None, impl: str, reason: str
+    name: str,
+    module: nn.Module,
+    status: Status,
+    recipe: Recipe | None,
+    impl: str,
+    reason: str,
+    is_counted: bool = True,
 ) -> ReportRow:
-    return ReportRow(
+    row = ReportRow(
         name=name,
         type=plain_class(module).__name__,
         status=status,
         recipe="" if recipe is None else str(recipe),
         impl=impl,
         reason=reason,
+    )
+    if not isinstance(module, nn.Linear):
+        return row
+    specs = (None,) * len(OPERANDS) if recipe is None else recipe.specs
+    own = SOURCE_FORMATS.get(module.weight.dtype)
+    formats = [own if spec is None else spec.format for spec in specs]
+    words = [str(fmt or module.weight.dtype) for fmt in formats]
+    pairs = zip(words[::2], words[1::2], strict=True)
+    count = 0 if is_lazy(module.weight) else module.in_features * module.out_features
+    return replace(
+        row,
+        formats=tuple(a if a == b else f"{a} x {b}" for a, b in pairs) if is_counted else (),
+        multiplications=count,
+        bits=", ".join(str(width) for width in sorted({fmt.bits for fmt in formats if fmt})),
     )
 
 

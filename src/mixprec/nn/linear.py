@@ -27,7 +27,9 @@ from mixprec.autograd import (
     state_position,
 )
 from mixprec.gemm.api import Operand
+from mixprec.hadamard import hadamard
 from mixprec.noise import Noise
+from mixprec.quant_spec import QuantSpec
 from mixprec.recipes import OPERANDS, Recipe
 from mixprec.scaling import DelayedState, split_state
 
@@ -131,7 +133,8 @@ class QuantizedLinear(nn.Linear):
             grad_output: [..., out_features].
 
         Returns:
-            ``output.a`` to ``grad_weight.b`` -> the tensor, and what is multiplied for it.
+            ``output.a`` to ``grad_weight.b`` -> the tensor, transformed where its product asks for
+            it, and what is multiplied for it.
         """
         x = x.detach().reshape(-1, x.shape[-1])
         g = grad_output.detach().reshape(-1, grad_output.shape[-1])
@@ -151,7 +154,7 @@ class QuantizedLinear(nn.Linear):
             quantized = quantize_operand(
                 tensors[position], self.recipe.specs[position], position, noise, state
             )
-            found[path] = (tensors[position], quantized)
+            found[path] = (_transformed(tensors[position], self.recipe.specs[position]), quantized)
         return found
 
     def _delayed_states(self) -> tuple[DelayedState | None, ...]:
@@ -238,3 +241,7 @@ def plain_class(module: nn.Module) -> Any:
 def _rebuild(original: type[nn.Linear]) -> QuantizedLinear:
     cls = quantized_class(original)
     return cls.__new__(cls)
+
+
+def _transformed(x: Tensor, spec: QuantSpec | None) -> Tensor:
+    return hadamard(x) if spec is not None and spec.hadamard else x

@@ -14,7 +14,12 @@ Status = Literal["converted", "left"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportRow:
-    """One module: its name, its type, what became of it and why."""
+    """One module: its name, its type, what became of it and why.
+
+    Of a linear layer also what it multiplies: ``formats`` of output, grad_input and grad_weight
+    ("e5m2 x e4m3" where the operands differ), and ``multiplications`` a token in each of them.
+    ``bits`` are the widths of its operands.
+    """
 
     name: str
     type: str
@@ -22,6 +27,9 @@ class ReportRow:
     recipe: str = ""
     impl: str = ""
     reason: str = ""
+    formats: tuple[str, ...] = ()
+    multiplications: int = 0
+    bits: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,16 +54,34 @@ class Report:
         """The rows of modules that are as they were."""
         return tuple(row for row in self.rows if row.status == "left")
 
+    @property
+    def shares(self) -> dict[str, float]:
+        """Share of the multiplications of linear layers, in training, by the operands' formats.
+
+        Each of a layer's three products has as many. A layer that is there under several names
+        counts once; convolutions and products without parameters do not.
+        """
+        counts: dict[str, int] = {}
+        for row in self.rows:
+            for name in row.formats:
+                counts[name] = counts.get(name, 0) + row.multiplications
+        whole = sum(counts.values())
+        return {name: count / whole for name, count in counts.items() if whole}
+
     def table(self) -> Table:
         """The report as a rich table."""
         title = f"{len(self.converted)} converted, {len(self.left)} left alone"
         is_loud = self.asked and not self.converted
-        table = Table(title="NOTHING WAS CONVERTED" if is_loud else title)
-        for column in ("module", "type", "status", "recipe", "impl", "why"):
+        shares = ", ".join(f"{name} {100 * share:.1f} %" for name, share in self.shares.items())
+        table = Table(
+            title="NOTHING WAS CONVERTED" if is_loud else title,
+            caption=f"multiplications of linear layers: {shares}" if shares else None,
+        )
+        for column in ("module", "type", "status", "recipe", "bits", "impl", "why"):
             table.add_column(column, overflow="fold")
         for row in self.rows:
             name = row.name or "(model)"
-            table.add_row(name, row.type, row.status, row.recipe, row.impl, row.reason)
+            table.add_row(name, row.type, row.status, row.recipe, row.bits, row.impl, row.reason)
         return table
 
     def __str__(self) -> str:

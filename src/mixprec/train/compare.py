@@ -4,7 +4,6 @@ The runs advance together, one optimizer step each in turn, so that drift of the
 alike; the ratio of step times is the median over the steps of the ratio within a step.
 """
 
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,8 +22,8 @@ from mixprec.nn import QuantizedLinear
 from mixprec.quantization import QuantizedTensor
 from mixprec.recipes import Recipe
 from mixprec.train import checkpoint
-from mixprec.train.config import LEVEL_VARIABLE, Config, from_dict, load
-from mixprec.train.config import to_dict as config_table
+from mixprec.train.compared import chosen_recipes, configuration, level_notes
+from mixprec.train.config import Config
 from mixprec.train.data import DATASETS, Dataset
 from mixprec.train.faults import NonFiniteError
 from mixprec.train.log import (
@@ -35,19 +34,9 @@ from mixprec.train.log import (
     write_json,
     write_losses,
 )
-from mixprec.train.recipe_choice import RecipeTable, recipe_label
+from mixprec.train.recipe_choice import RecipeTable
 from mixprec.train.trainer import StepRecord, Trainer, pick_device
 
-DEFAULT_RECIPES = (
-    "fp32",
-    "bf16",
-    "fp16",
-    "fp8_tensorwise",
-    "fp8_delayed",
-    "fp8_rowwise",
-    "fp8_rowwise_hp_grad_weight",
-)
-DEFAULT_EPOCHS = 3
 EMULATED_NOTE = "emulated: timing is not hardware speed"
 FP8_IMPL = "scaled_mm"
 # The operand that each side of the three products is: activations, weights, output gradients.
@@ -139,6 +128,7 @@ def run(
     out: str | Path | None = None,
     device: str | None = None,
     base: str | None = None,
+    accumulate: str | Sequence[str] | None = None,
     console: Console | None = None,
 ) -> dict[str, Any]:
     """Train one model under several recipes and say what each costs and loses.
@@ -152,6 +142,8 @@ def run(
         seeds: Runs of each recipe, with the configuration's seed and those after it.
         out: A folder for `result.json` and `losses.csv`.
         device, base: In place of the configuration's; the base in place of each recipe's own.
+        accumulate: How products of 8 bits and less are added, `fp32`, `hopper` or
+            `hopper_promoted`, in every recipe; of several, each recipe runs with each.
         console: Where progress goes; standard error by default.
 
     Returns: `{"runs": [...], "by_seed": [...], ...}`; a run is one recipe, and `by_seed` has the
@@ -178,8 +170,8 @@ def run(
     """
     if seeds < 1:
         raise ValueError(f"seeds: got {seeds}; at least one run is needed; give 1 or more")
-    start = _configuration(config, steps, device, base)
-    chosen = _chosen(start, recipes)
+    start = configuration(config, steps, device, base)
+    chosen = chosen_recipes(start, recipes, accumulate)
     target = pick_device(start.train.device)
     data = DATASETS[start.data.name](start.data.path)
     folder = None if out is None else create_folder(out)
@@ -191,7 +183,7 @@ def run(
         "data": start.data.name,
         "steps": by_seed[0][0]["steps"],
         "seeds": [start.train.seed + offset for offset in range(seeds)],
-        "notes": [*_level_notes(start, list(chosen)), *_notes(impls, target)],
+        "notes": [*level_notes(start, list(chosen)), *_notes(impls, target)],
         "environment": environment(target),
         "runs": [_run(records, by_seed) for records in zip(*by_seed, strict=True)],
         "by_seed": by_seed,
@@ -208,57 +200,6 @@ def _notes(impls: str, device: torch.device) -> list[str]:
     if FP8_IMPL in impls and device.type == "cuda":
         notes.append(generation(torch.cuda.get_device_capability(device)).fp8_sums)
     return list(filter(None, notes))
-
-
-def _level_notes(config: Config, labels: Sequence[str]) -> list[str]:
-    """What the environment's level did to a comparison of these recipes; nothing where unset."""
-    level = os.environ.get(LEVEL_VARIABLE)
-    if level is None:
-        return []
-    own = recipe_label(config.recipe, config.base)
-    is_source = config.recipe_source == LEVEL_VARIABLE
-    if is_source and own in labels:
-        return [f"{own}: named by {LEVEL_VARIABLE}={level}"]
-    named = "list of recipes" if is_source else "configuration"
-    return [f"{LEVEL_VARIABLE}={level} has no effect: the {named} says what to compare"]
-
-
-def _configuration(
-    config: Config | str | Path | None, steps: int | None, device: str | None, base: str | None
-) -> Config:
-    if config is None:
-        config = load(None, [f"train.epochs={DEFAULT_EPOCHS}"])
-    elif not isinstance(config, Config):
-        config = load(config)
-    table = config_table(config)
-    table["train"] |= {"steps": steps} if steps is not None else {}
-    table["train"] |= {"device": device} if device is not None else {}
-    table |= {"base": base} if base is not None else {}
-    return from_dict(table)
-
-
-def _chosen(
-    base: Config, recipes: RecipeTable | Recipe | Sequence[RecipeTable | Recipe] | None
-) -> dict[str, RecipeTable]:
-    if isinstance(recipes, str | dict | Recipe):
-        recipes = [recipes]
-    if recipes is not None and not isinstance(recipes, Sequence):
-        raise TypeError(
-            f"recipes: got {recipes!r}; a recipe is a name, a Recipe or a table; give one or a list"
-        )
-    if recipes is not None and not recipes:
-        raise ValueError("recipes: got none; a comparison needs one at least; name some")
-    own = recipe_label(base.recipe, base.base)
-    asked = [*DEFAULT_RECIPES, base.recipe] if recipes is None else list(recipes)
-    chosen: dict[str, RecipeTable] = {}
-    for entry in asked:
-        table = entry.to_dict() if isinstance(entry, Recipe) else entry
-        recipe = base.recipe if table in (own, base.recipe) else from_dict({"recipe": table}).recipe
-        label = recipe_label(recipe, base.base)
-        if label in chosen and recipes is not None:
-            raise ValueError(f"recipes: got {label} twice; each is run once; leave one out")
-        chosen.setdefault(label, recipe)
-    return chosen
 
 
 def _one_seed(

@@ -92,12 +92,18 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertConfig(_Section):
-    """Which linear layers the recipe reaches; the arguments of `mixprec.convert`."""
+    """Which linear layers the recipe reaches; the arguments of `mixprec.convert`.
+
+    keep_first, keep_last_share: linear layers that multiply in bf16 instead, as
+    `mixprec.nn.keep_sensitive` chooses them.
+    """
 
     skip: tuple[str, ...] = ()
     include: tuple[str, ...] = ()
     multiple_of: Count | None = None
     keep_last: Annotated[int, Field(ge=0)] = 0
+    keep_first: Annotated[int, Field(ge=0)] = 0
+    keep_last_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
     impl: Annotated[str, _one_of("convert.impl", dict.fromkeys(("auto", *IMPLS)))] = "auto"
 
 

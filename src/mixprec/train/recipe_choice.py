@@ -3,6 +3,9 @@
 import dataclasses
 from typing import Any
 
+from torch import nn
+
+from mixprec.nn import keep_sensitive
 from mixprec.recipes import Base, Recipe, get_recipe, with_base
 
 RecipeTable = str | dict[str, Any]
@@ -25,6 +28,20 @@ def resolve_recipe(choice: RecipeTable, base: Base | None = None) -> RecipeChoic
     if isinstance(choice, str) or choice.keys() & _RECIPE_FIELDS:
         return _one_recipe(choice, base)
     return {pattern: _one_recipe(value, base) for pattern, value in choice.items()}
+
+
+def by_layer(
+    model: nn.Module,
+    choice: RecipeTable,
+    base: Base | None,
+    keep_first: int,
+    keep_last_share: float,
+) -> RecipeChoice:
+    """What `resolve_recipe` gives, the model's sensitive layers apart where that is asked."""
+    recipe = resolve_recipe(choice, base)
+    if not keep_first and not keep_last_share:
+        return recipe
+    return keep_sensitive(model, recipe, keep_first=keep_first, keep_last_share=keep_last_share)
 
 
 def step_recipe(choice: RecipeTable, base: Base | None = None) -> Recipe:

@@ -25,7 +25,7 @@ from mixprec.train.config import Config, to_dict
 from mixprec.train.data import DATASETS, Dataset, Split, epoch_order, stream_seed
 from mixprec.train.faults import NonFiniteError, first_fault
 from mixprec.train.models import MODELS
-from mixprec.train.recipe_choice import resolve_recipe, step_recipe
+from mixprec.train.recipe_choice import by_layer, step_recipe
 
 # A resumed run may go on longer, elsewhere, or be recorded otherwise; all else shapes its numbers.
 _MAY_CHANGE = {
@@ -361,7 +361,7 @@ def _convert(model: nn.Module, config: Config) -> layers.Report:
     options = config.convert
     return layers.convert(
         model,
-        resolve_recipe(config.recipe, config.base),
+        by_layer(model, config.recipe, config.base, options.keep_first, options.keep_last_share),
         skip=options.skip,
         include=options.include,
         multiple_of=options.multiple_of,
