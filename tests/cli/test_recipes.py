@@ -35,6 +35,14 @@ OPERANDS = {
     "fp8_delayed": {
         path: [*row[:3], "real,", "delayed", "16", row[4]] for path, row in TENSORWISE.items()
     },
+    "nvfp4": {
+        "output.a": ["x", "e2m1", *"1 x 16".split(), "nvfp4", "nearest_even"],
+        "output.b": ["w", "e2m1", *"16 x 16".split(), "nvfp4", "nearest_even"],
+        "grad_input.a": ["g", "e2m1", *"1 x 16".split(), "nvfp4", "stochastic"],
+        "grad_input.b": ["w", "e2m1", *"16 x 16".split(), "nvfp4", "nearest_even"],
+        "grad_weight.a": ["g", *"e2m1, transformed 1 x 16".split(), "nvfp4", "stochastic"],
+        "grad_weight.b": ["x", *"e2m1, transformed 1 x 16".split(), "nvfp4", "nearest_even"],
+    },
     "tf32": {
         path: [row[0], "tf32", "tensor", "none", "nearest_even"] for path, row in TENSORWISE.items()
     },

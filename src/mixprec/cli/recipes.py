@@ -185,10 +185,16 @@ def _data(recipe: Recipe) -> dict[str, Any]:
 
 
 def _words(spec: QuantSpec | None) -> tuple[str, str, str, str]:
-    """Format, block, scale rule and rounding of an operand."""
+    """Format and transform, block, scale rule and rounding of an operand."""
     if spec is None:
         return "high precision", "", "", ""
     free, contraction = spec.block
     block = BLOCKS.get(spec.block, f"{free} x {contraction}")
     delayed = f", delayed {spec.amax_history_len}" if spec.is_delayed else ""
-    return str(spec.format), block, f"{spec.scale_rule}{delayed}", spec.rounding
+    transformed = ", transformed" if spec.hadamard else ""
+    return (
+        f"{spec.format}{transformed}",
+        block,
+        f"{spec.scale_rule}{delayed}",
+        spec.rounding,
+    )
