@@ -245,17 +245,22 @@ def compiled_step(backend: str, recipe: Recipe, dtype: torch.dtype) -> None:
     bias = torch.randn(16).to(dtype).requires_grad_()
     g = torch.randn(24, 16).to(dtype)
     state = states(recipe, False, False)
+    noise = Noise(seed=5, step=2, stream=8)
 
     def call(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
-        return linear(x, w, bias, recipe=recipe, state=state)
+        return linear(x, w, bias, recipe=recipe, state=state, noise=noise)
 
     out = torch.compile(call, fullgraph=True, backend=backend)(x, w, bias)
     out.backward(g)
     operands = []
     tensors = (x, w, g, w.t(), g.t(), x.t())
-    for spec, tensor, first in zip(recipe.specs, tensors, (0, 1, 2, 1, 2, 0), strict=True):
-        own = state.delayed[first]
-        operands.append(tensor if spec is None else quantize(tensor, spec, state=own))
+    firsts = (0, 1, 2, 1, 2, 0)
+    for place, (spec, tensor) in enumerate(zip(recipe.specs, tensors, strict=True)):
+        own, drawn = (
+            state.delayed[firsts[place]],
+            dataclasses.replace(noise, stream=noise.stream + place),
+        )
+        operands.append(tensor if spec is None else quantize(tensor, spec, state=own, noise=drawn))
     assert_product(out, operands[0], operands[1], bias.detach(), recipe.output.out)
     assert_product(x.grad, operands[2], operands[3], out=recipe.grad_input.out)
     assert_product(w.grad, operands[4], operands[5], out=recipe.grad_weight.out)
