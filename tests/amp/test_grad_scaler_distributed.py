@@ -5,13 +5,11 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import RANKS, Job, Outcome, Results, run_on_both
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -22,9 +20,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not dist.is_gloo_available(), reason="gloo is not built in"),
 ]
-RANKS = 2
 SCALE = 8.0
-Outcome = dict[str, Any]
 
 
 def seen(scaler: GradScaler) -> Outcome:
@@ -148,7 +144,7 @@ def fully_sharded(rank: int) -> Outcome:
     return {"steps": seen_steps, "norms": norms, "expected": expected}
 
 
-JOBS: tuple[Callable[[int], Outcome], ...] = (
+JOBS: tuple[Job, ...] = (
     overflow_in_one_shard,
     overflow_of_a_fused_optimizer,
     non_finite_loss_of_one_rank,
@@ -159,31 +155,12 @@ JOBS: tuple[Callable[[int], Outcome], ...] = (
     data_parallel,
     fully_sharded,
 )
-Results = Callable[[Callable[[int], Outcome]], list[Outcome]]
-
-
-def rank_main(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
-    try:
-        for job in JOBS:
-            torch.save(job(rank), f"{folder}/{job.__name__}.{rank}")
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """Runs every job once on two ranks; gives what each rank found for one of them."""
-    folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(rank_main, (str(folder),), nprocs=RANKS)
-
-    def results(job: Callable[[int], Outcome]) -> list[Outcome]:
-        files = [folder / f"{job.__name__}.{rank}" for rank in range(RANKS)]
-        return [torch.load(file, weights_only=True) for file in files]
-
-    return results
+    """What each rank found for a job."""
+    return run_on_both(JOBS, tmp_path_factory.mktemp("ranks"))
 
 
 OVERFLOW = {"cause": "overflow", "scale": 4.0, "tracker": 0}

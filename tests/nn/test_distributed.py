@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import Job, Outcome, Results, run_on_both
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -19,8 +17,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not dist.is_gloo_available(), reason="gloo is not built in"),
 ]
-RANKS = 2
-Outcome = dict[str, Any]
 
 
 def model() -> nn.Sequential:
@@ -101,38 +97,19 @@ def accumulating(rank: int) -> Outcome:
     return {"x": history(net)}
 
 
-JOBS: tuple[Callable[[int], Outcome], ...] = (
+JOBS: tuple[Job, ...] = (
     unequal_batches,
     one_rank_idle,
     one_rank_overflows,
     data_parallel,
     accumulating,
 )
-Results = Callable[[Callable[[int], Outcome]], list[Outcome]]
-
-
-def rank_main(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
-    try:
-        for job in JOBS:
-            torch.save(job(rank), f"{folder}/{job.__name__}.{rank}")
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """Runs every job once on two ranks; gives what each rank found for one of them."""
-    folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(rank_main, (str(folder),), nprocs=RANKS)
-
-    def results(job: Callable[[int], Outcome]) -> list[Outcome]:
-        files = [folder / f"{job.__name__}.{rank}" for rank in range(RANKS)]
-        return [torch.load(file, weights_only=True) for file in files]
-
-    return results
+    """What each rank found for a job."""
+    return run_on_both(JOBS, tmp_path_factory.mktemp("ranks"))
 
 
 def test_histories_hold_the_maximum_over_ranks_and_micro_batches(both: Results) -> None:

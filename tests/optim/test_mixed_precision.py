@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
+from mixprec.gemm.widening import NARROW
 from mixprec.optim import MixedPrecision
-from mixprec.optim.updates import NARROW, UPDATES
+from mixprec.optim.updates import UPDATES
 
 Factory = Callable[[Any], optim.Optimizer]
 OPTIMIZERS: dict[str, Factory] = {

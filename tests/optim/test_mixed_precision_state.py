@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
+from mixprec.gemm.widening import NARROW
 from mixprec.optim import MixedPrecision
-from mixprec.optim.updates import NARROW, UPDATES
+from mixprec.optim.updates import UPDATES
 from mixprec.train import checkpoint
 
 every_update = pytest.mark.parametrize("update", UPDATES)

@@ -12,8 +12,9 @@ from oracles import assert_same, critical, draw_array, round_array
 from torch import Tensor
 
 from mixprec.formats import FORMATS
+from mixprec.gemm.widening import NARROW
 from mixprec.noise import Noise
-from mixprec.optim.updates import NARROW, UPDATES, float32_at_least
+from mixprec.optim.updates import UPDATES, float32_at_least
 from mixprec.rounding import SOURCE_FORMATS
 
 NOISE = Noise(seed=3, step=4, stream=5)

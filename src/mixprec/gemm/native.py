@@ -71,16 +71,6 @@ def follows_sums(q: QuantizedTensor) -> bool:
     return is_plain and tuple(q.scale.shape) in ((1, 1), (q.codes.shape[0], 1))
 
 
-def why_not_scales(name: str, q: QuantizedTensor) -> str | None:
-    """Why the scales of an operand cannot follow the finished sums, or None."""
-    if follows_sums(q):
-        return None
-    return (
-        f"{name}: got blocks of {q.spec.block}; scales that follow the sum are one a tensor or one "
-        "a row"
-    )
-
-
 def factor_of_sums(operand: Operand) -> Tensor | None:
     """What the finished sums are times for an operand: [1, 1] or [rows, 1], or None for nothing.
 

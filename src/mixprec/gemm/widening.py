@@ -21,6 +21,7 @@ from torch import Tensor
 from mixprec.recomputation import Hooks, surrounding_hooks
 
 NARROW = (torch.bfloat16, torch.float16)
+"""The types whose arithmetic is left to float32."""
 
 
 def has_fast_units(x: Tensor) -> bool:

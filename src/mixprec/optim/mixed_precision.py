@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from mixprec.gemm.widening import NARROW
 from mixprec.noise import Noise
-from mixprec.optim.updates import NARROW, UPDATES, float32_at_least
+from mixprec.optim.updates import UPDATES, float32_at_least
 
 _OWN = "mixed_precision"
 _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")

@@ -22,11 +22,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mixprec.gemm.widening import NARROW
 from mixprec.noise import Noise
 from mixprec.rounding import SOURCE_FORMATS, can_look_at, round_float
-
-NARROW = (torch.float16, torch.bfloat16)
-"""The types whose arithmetic is left to float32."""
 
 
 def float32_at_least(dtype: torch.dtype) -> torch.dtype:
