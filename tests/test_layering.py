@@ -14,6 +14,8 @@ PACKAGE = Path(__file__).parents[1] / "src" / "mixprec"
 LAYERS = [
     "formats",
     "hardware",
+    "variables",
+    "cublas",
     "measure",
     "noise",
     "rounding",
@@ -26,6 +28,7 @@ LAYERS = [
     "quantized_tensor",
     "quantization",
     "quantization_error",
+    "fp64",
     "recomputation",
     "gemm",
     "recipe_fields",
@@ -39,9 +42,9 @@ LAYERS = [
     "amp",
     "train",
     "pages",
-    "variables",
     "support",
     "survey",
+    "launch",
     "explanation",
     "mixprec",  # the package's own __init__, which re-exports the public names
     "cli",

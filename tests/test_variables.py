@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from mixprec import survey
-from mixprec.variables import Machine, Variable, read_variables
+from mixprec.variables import Machine, Variable, check_value, read_variables
 
 CPU = Machine(has_onednn=True, has_mkl=True)
-HOPPER = Machine(cuda=(13, 0), capability=(9, 0), has_nccl=True, has_onednn=True)
+HOPPER = Machine(
+    cuda=(13, 0), cublas=(13, 1, 0, 3), capability=(9, 0), has_nccl=True, has_onednn=True
+)
 BLACKWELL = dataclasses.replace(HOPPER, capability=(10, 0))
 MACHINES = {"cpu": CPU, "hopper": HOPPER, "blackwell": BLACKWELL, "rocm": Machine(is_rocm=True)}
 
@@ -52,6 +54,19 @@ def test_what_is_not_set_has_no_effect(machine: Machine) -> None:
         ("CUBLAS_WORKSPACE_CONFIG", ":4096:8", CPU, "no NVIDIA GPU"),
         ("CUBLAS_WORKSPACE_CONFIG", ":4096:8", Machine(is_rocm=True), "no NVIDIA GPU"),
         ("CUBLAS_EMULATE_DOUBLE_PRECISION", "yes", HOPPER, "got 'yes'; only 0 or 1 acts"),
+        ("CUBLAS_EMULATE_DOUBLE_PRECISION", "1", CPU, "this torch is built without CUDA"),
+        ("CUBLAS_EMULATE_DOUBLE_PRECISION", "1", Machine(cuda=(13, 0)), "no NVIDIA GPU"),
+        (
+            "CUBLAS_EMULATE_DOUBLE_PRECISION",
+            "1",
+            dataclasses.replace(BLACKWELL, capability=(10, 3)),
+            "cuBLAS emulates nothing on compute capability 10.3",
+        ),
+        ("CUBLAS_FIXEDPOINT_EMULATION_MANTISSA_BIT_COUNT", "0", HOPPER, "a whole number from 1 on"),
+        ("CUBLAS_EMULATION_SPECIAL_VALUES_SUPPORT_MASK", "4", HOPPER, "got '4'; only 0 to 3 acts"),
+        ("CUBLAS_LOGINFO_DBG", "1", CPU, "no NVIDIA GPU"),
+        ("CUBLAS_LOGINFO_DBG", "on", HOPPER, "got 'on'; only 0 or 1 acts"),
+        ("CUBLAS_LOGDEST_DBG", "", HOPPER, "got ''; only stdout, stderr or a file acts"),
         (
             "CUBLAS_EMULATE_SINGLE_PRECISION",
             "1",
@@ -88,6 +103,8 @@ def test_set_without_effect_says_why(name: str, value: str, machine: Machine, re
         ("CUBLAS_EMULATION_STRATEGY", "eager", HOPPER),
         ("CUBLAS_FIXEDPOINT_EMULATION_MANTISSA_BIT_COUNT", "55", BLACKWELL),
         ("CUBLAS_EMULATION_SPECIAL_VALUES_SUPPORT_MASK", "0x3", HOPPER),
+        ("CUBLAS_LOGINFO_DBG", "1", HOPPER),
+        ("CUBLAS_LOGDEST_DBG", "calls.log", HOPPER),
         ("NCCL_DEBUG", "WARN", HOPPER),
         (
             "DNNL_DEFAULT_FPMATH_MODE",
@@ -103,17 +120,43 @@ def test_set_where_it_is_read_has_an_effect(name: str, value: str, machine: Mach
     assert (found.has_effect, found.reason) == (True, "set, and read here")
 
 
+DOUBLES = "needs cuBLAS 13.1 (CUDA 13.0 update 2)"
+SINGLES = "needs cuBLAS 12.9 (CUDA 12.9)"
+
+
 @pytest.mark.parametrize(
-    ("name", "cuda", "needs"),
+    ("name", "cuda", "cublas", "needs"),
     [
-        ("CUBLAS_EMULATE_SINGLE_PRECISION", (12, 8), "needs CUDA 12.9, this torch has 12.8"),
-        ("CUBLAS_EMULATE_DOUBLE_PRECISION", (12, 9), "needs CUDA 13.0, this torch has 12.9"),
+        ("SINGLE", (12, 8), (12, 8, 4, 1), f"{SINGLES}, this torch has cuBLAS 12.8.4.1"),
+        ("SINGLE", (12, 8), None, f"{SINGLES}, this torch has CUDA 12.8"),
+        ("SINGLE", (12, 9), (12, 9, 0, 13), None),
+        ("SINGLE", (12, 9), None, None),
+        ("DOUBLE", (12, 9), (12, 9, 1, 4), f"{DOUBLES}, this torch has cuBLAS 12.9.1.4"),
+        ("DOUBLE", (12, 9), None, f"{DOUBLES}, this torch has CUDA 12.9"),
+        # Update 1 of CUDA 13.0 has a cuBLAS 13.0.2, which is not update 2.
+        ("DOUBLE", (13, 0), (13, 0, 2, 14), f"{DOUBLES}, this torch has cuBLAS 13.0.2.14"),
+        ("DOUBLE", (13, 0), None, f"{DOUBLES}, and the cuBLAS of this torch was not found"),
+        ("DOUBLE", (13, 0), (13, 1, 0, 3), None),
+        ("DOUBLE", (13, 1), None, None),
     ],
 )
-def test_emulation_of_cublas_needs_a_release(name: str, cuda: tuple[int, int], needs: str) -> None:
-    old = dataclasses.replace(BLACKWELL, cuda=cuda)
-    assert read(name, "1", old).reason == needs
-    assert read(name, "1", BLACKWELL).has_effect
+def test_emulation_of_cublas_needs_a_release(
+    name: str, cuda: tuple[int, int], cublas: tuple[int, ...] | None, needs: str | None
+) -> None:
+    machine = dataclasses.replace(BLACKWELL, cuda=cuda, cublas=cublas)
+    found = read(f"CUBLAS_EMULATE_{name}_PRECISION", "1", machine)
+    assert (found.has_effect, found.reason) == (needs is None, needs or "set, and read here")
+
+
+def test_check_value_knows_what_the_table_knows() -> None:
+    name = "CUBLAS_EMULATION_STRATEGY"
+    assert check_value(name, "eager") == "eager"
+    with pytest.raises(ValueError, match=f"{name}: got 'Eager'; must be performant or eager; uns"):
+        check_value(name, "Eager")
+    with pytest.raises(ValueError, match="strategy: got ''; must be performant or eager; pass one"):
+        check_value(name, "", argument="strategy")
+    with pytest.raises(KeyError):
+        check_value("NOT_A_VARIABLE", "1")
 
 
 def test_tf32_needs_its_units() -> None:
@@ -133,6 +176,10 @@ def test_environment_is_read_when_asked(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_machine_is_this_one() -> None:
     machine = survey._machine((), {"AVX2": True, "AMX BF16": False})
+    assert (machine.cublas is None) or (machine.cuda is not None)
+    assert survey.machine().cpu_features == {
+        name for name, present in survey.doctor().cpu_features.items() if present
+    }
     assert machine.has_mkl == torch.backends.mkl.is_available()
     assert machine.capability is None
     assert machine.cpu_features == {"AVX2"}

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from mixprec.cublas import library_version
 from mixprec.formats import FORMATS
 from mixprec.hardware import Accelerator, find_accelerator
 from mixprec.recipes import RECIPES
@@ -124,6 +125,11 @@ def doctor() -> Survey:
     )
 
 
+def machine() -> Machine:
+    """What decides here which environment variables are read. Touches the GPUs if there are any."""
+    return _machine(_devices(), cpu_features(_cpu_flags()))
+
+
 def cpu_features(flags: frozenset[str]) -> dict[str, bool]:
     """The features that matter for low precision, from the flags that Linux lists."""
     return {name: flag in flags for name, flag in CPU_FEATURES.items()}
@@ -163,8 +169,10 @@ def _devices() -> tuple[Device, ...]:
 def _machine(devices: tuple[Device, ...], features: Mapping[str, bool]) -> Machine:
     """What decides which environment variables are read here."""
     nvidia = (device.capability for device in devices if device.vendor in NATIVE_VENDORS)
+    cuda = release(torch.version.cuda) if torch.version.cuda else None
     return Machine(
-        cuda=release(torch.version.cuda) if torch.version.cuda else None,
+        cuda=cuda,
+        cublas=library_version(cuda, _library_folders()),
         is_rocm=torch.version.hip is not None,
         capability=next(nvidia, None),
         has_nccl=torch.distributed.is_available() and torch.distributed.is_nccl_available(),
@@ -172,6 +180,14 @@ def _machine(devices: tuple[Device, ...], features: Mapping[str, bool]) -> Machi
         has_mkl=torch.backends.mkl.is_available(),
         cpu_features=frozenset(name for name, present in features.items() if present),
     )
+
+
+def _library_folders() -> list[Path]:
+    """Where the libraries of torch lie: its own folder, NVIDIA's packages, the CUDA toolkit."""
+    torch_folder = Path(torch.__file__).parent
+    toolkit = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+    packages = sorted((torch_folder.parent / "nvidia").glob("*/lib"))
+    return [torch_folder / "lib", *packages, Path(toolkit) / "lib64"]
 
 
 def _cpu_flags() -> frozenset[str]:

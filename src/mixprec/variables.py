@@ -1,9 +1,11 @@
 """Environment variables that people set for precision: what they do, and whether they do it here.
 
 Nothing is read at import. Sources: cuBLAS 13.0 documentation (floating-point emulation, results
-reproducibility), PyTorch's list of CUDA environment variables, oneDNN's developer guide
-(floating-point math mode, CPU dispatcher). Measured with torch 2.13 on a CPU with AMX: the results
-follow ``ATEN_CPU_CAPABILITY``, ``MKL_CBWR`` and ``ONEDNN_DEFAULT_FPMATH_MODE``.
+reproducibility, logger), PyTorch's list of CUDA environment variables, oneDNN's developer guide
+(floating-point math mode, CPU dispatcher). Emulation of FP64 came with CUDA 13.0 update 2, which is
+cuBLAS 13.1.0: the package cuda-toolkit 13.0.2 asks for nvidia-cublas 13.1.0.3, update 1 for
+13.0.2.14. Measured with torch 2.13 on a CPU with AMX: the results follow
+``ATEN_CPU_CAPABILITY``, ``MKL_CBWR`` and ``ONEDNN_DEFAULT_FPMATH_MODE``.
 """
 
 from __future__ import annotations
@@ -16,8 +18,23 @@ _BF16_UNITS = frozenset({"AMX BF16", "AVX-512 BF16"})
 _EMULATED_DOUBLES = ((8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (11, 0), (12, 0), (12, 1))
 _EMULATED_SINGLES = ((10, 0), (10, 3))
 _TF32_UNITS = (8, 0)
-_CUDA_WITH_SINGLES = (12, 9)
-_CUDA_WITH_DOUBLES = (13, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Release:
+    """The first release of cuBLAS that can do something, and where CUDA has it."""
+
+    cublas: tuple[int, ...]
+    cuda: tuple[int, int]
+    update: int = 0
+
+    def __str__(self) -> str:
+        update = f" update {self.update}" if self.update else ""
+        return f"cuBLAS {_dotted(self.cublas)} (CUDA {_dotted(self.cuda)}{update})"
+
+
+_SINGLES_FROM = _Release(cublas=(12, 9), cuda=(12, 9))
+_DOUBLES_FROM = _Release(cublas=(13, 1), cuda=(13, 0), update=2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +43,7 @@ class Machine:
 
     Attributes:
         cuda: Version of CUDA that torch was built with; None without.
+        cublas: Version of the cuBLAS that torch loads; None without, or where it was not found.
         is_rocm: Whether torch was built for AMD's GPUs.
         capability: Compute capability of the first NVIDIA GPU; None where none is seen.
         has_nccl: Whether torch has NCCL, or RCCL in its place.
@@ -35,6 +53,7 @@ class Machine:
     """
 
     cuda: tuple[int, int] | None = None
+    cublas: tuple[int, ...] | None = None
     is_rocm: bool = False
     capability: tuple[int, int] | None = None
     has_nccl: bool = False
@@ -89,6 +108,25 @@ def read_variables(environment: Mapping[str, str], machine: Machine) -> tuple[Va
     return tuple(_read(row, environment.get(row.name), machine) for row in _ROWS)
 
 
+def check_value(name: str, value: str, *, argument: str | None = None) -> str:
+    """The value, where it is one on which the variable acts.
+
+    Args:
+        name: A variable of the table.
+        value: As it stands, or would stand, in the environment.
+        argument: What the error calls it; the variable's name by default.
+
+    Raises:
+        ValueError: The library that reads the variable would ignore the value.
+        KeyError: The variable is not in the table.
+    """
+    row = {row.name: row for row in _ROWS}[name]
+    if re.fullmatch(row.acts, value):
+        return value
+    fix = "unset it, or set one of these" if argument is None else "pass one of these"
+    raise ValueError(f"{argument or name}: got {value!r}; must be {row.values}; {fix}")
+
+
 def _read(row: _Row, value: str | None, machine: Machine) -> Variable:
     reason = row.why_not(machine)
     has_effect = False
@@ -129,21 +167,32 @@ def _tf32(machine: Machine) -> str | None:
 
 
 def _emulates(
-    capabilities: tuple[tuple[int, int], ...], cuda: tuple[int, int]
+    capabilities: tuple[tuple[int, int], ...], first: _Release
 ) -> Callable[[Machine], str | None]:
-    """Whether cuBLAS can emulate on these compute capabilities, from a release of CUDA on."""
+    """Whether cuBLAS can emulate on these compute capabilities, from a release on."""
 
     def why_not(machine: Machine) -> str | None:
+        if machine.cuda is None:
+            return "this torch is built without CUDA"
         if machine.capability is None:
             return "no NVIDIA GPU"
         if machine.capability not in capabilities:
             return f"cuBLAS emulates nothing on compute capability {_dotted(machine.capability)}"
-        if machine.cuda is None or machine.cuda < cuda:
-            has = _dotted(machine.cuda) if machine.cuda else "none"
-            return f"needs CUDA {_dotted(cuda)}, this torch has {has}"
-        return None
+        return _too_old(machine.cuda, machine.cublas, first)
 
     return why_not
+
+
+def _too_old(cuda: tuple[int, int], cublas: tuple[int, ...] | None, first: _Release) -> str | None:
+    """Why a cuBLAS is not known to be of a release or later; None where it is."""
+    if cublas is not None:
+        has = f"cuBLAS {_dotted(cublas)}"
+        return None if cublas >= first.cublas else f"needs {first}, this torch has {has}"
+    if cuda < first.cuda:
+        return f"needs {first}, this torch has CUDA {_dotted(cuda)}"
+    if cuda == first.cuda and first.update:
+        return f"needs {first}, and the cuBLAS of this torch was not found"
+    return None
 
 
 def _nccl(machine: Machine) -> str | None:
@@ -164,12 +213,12 @@ def _mkl(machine: Machine) -> str | None:
     return None if machine.has_mkl else "this torch has no MKL"
 
 
-def _dotted(version: tuple[int, int]) -> str:
+def _dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
 
 
-_SINGLES = _emulates(_EMULATED_SINGLES, _CUDA_WITH_SINGLES)
-_DOUBLES = _emulates(_EMULATED_DOUBLES, _CUDA_WITH_DOUBLES)
+_SINGLES = _emulates(_EMULATED_SINGLES, _SINGLES_FROM)
+_DOUBLES = _emulates(_EMULATED_DOUBLES, _DOUBLES_FROM)
 
 
 def _either(machine: Machine) -> str | None:
@@ -250,14 +299,29 @@ _ROWS = (
         name="CUBLAS_EMULATION_SPECIAL_VALUES_SUPPORT_MASK",
         purpose="what emulated products do with special values: bit 0 keeps infinities, bit 1 NaN",
         why_not=_either,
+        acts="(0x)?[0-3]",
+        values="0 to 3",
     ),
     _Row(
         name="CUBLAS_FIXEDPOINT_EMULATION_MANTISSA_BIT_COUNT",
         purpose="a fixed number of mantissa bits for emulated FP64, in place of as many as the "
         "operands need",
         why_not=_DOUBLES,
-        acts=r"\d+",
-        values="a whole number",
+        acts=r"[1-9]\d*",
+        values="a whole number from 1 on",
+    ),
+    _Row(
+        name="CUBLAS_LOGINFO_DBG",
+        purpose="1 makes cuBLAS log every call with its arguments",
+        why_not=_nvidia,
+        **_FLAG,
+    ),
+    _Row(
+        name="CUBLAS_LOGDEST_DBG",
+        purpose="where the log of cuBLAS goes: stdout, stderr or a file",
+        why_not=_nvidia,
+        acts=".+",
+        values="stdout, stderr or a file",
     ),
     _Row(
         name="NCCL_DEBUG",
