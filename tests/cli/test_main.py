@@ -32,12 +32,12 @@ def test_version(cli: Callable) -> None:
 def test_help_names_every_verb(cli: Callable) -> None:
     code, out, err = cli("--help")
     assert (code, err) == (0, "")
-    for verb in ("formats", "recipes", "doctor", "train", "compare"):
+    for verb in ("formats", "recipes", "doctor", "train", "compare", "exec"):
         assert f"\n  {verb} " in out
     assert "..." not in out.split("Commands:")[1]
 
 
-@pytest.mark.parametrize("verb", ["formats", "recipes", "doctor", "train", "compare"])
+@pytest.mark.parametrize("verb", ["formats", "recipes", "doctor", "train", "compare", "exec"])
 def test_help_of_a_verb(cli: Callable, verb: str) -> None:
     code, out, _ = cli(verb, "--help")
     assert code == 0

@@ -16,6 +16,7 @@ import typer
 
 from mixprec.cli.compare import compare
 from mixprec.cli.doctor import doctor
+from mixprec.cli.exec import exec_
 from mixprec.cli.explain import explain
 from mixprec.cli.formats import formats
 from mixprec.cli.recipes import recipes
@@ -67,6 +68,8 @@ def _options(
 for command in (formats, recipes, doctor, explain, train):
     app.command()(command)
 app.command(short_help="One model under several recipes, one table.")(compare)
+# Words after the first one of the command are the command's own.
+app.command("exec", context_settings={"allow_interspersed_args": False})(exec_)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
