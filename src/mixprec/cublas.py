@@ -5,14 +5,14 @@ cuBLAS reads them when a handle is created and ignores a wrong value, here it is
 
 The log, as ``CUBLAS_LOGINFO_DBG=1`` writes it. NVIDIA documents the two variables, the routines,
 their arguments, the math modes and the compute types, but not the layout of the lines; that is as
-logs of versions 10.2 to 13.8 show it, one record a call::
+logs of versions 10.2 to 13.4 show it, one record a call::
 
     I! cuBLAS (v13.4.1) function cublasStatus_t cublasDgemm_v2(cublasHandle_t, ...) called:
     i!  m: type=int; val=2
     i!Process=14102; Thread=...; GPU=0; ...; MathMode=CUBLAS_DEFAULT_MATH
 
-A record is written before the routine runs, and none of those logs has a field that says whether it
-was emulated: cuBLAS tells that only through cublasSetFixedPointEmulationMantissaBitCountPointer.
+None of those logs has a field that says whether a call was emulated: cuBLAS tells that only through
+cublasSetFixedPointEmulationMantissaBitCountPointer, and none seen was of an emulated product.
 What a record settles:
 
 - documented: emulation is of FP64 and FP32 alone, so that a call of other types was not emulated,

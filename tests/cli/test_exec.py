@@ -67,6 +67,14 @@ def test_without_a_command_it_only_says_it(cli: Callable, options: tuple[str, ..
     assert "AMPLITE_LEVEL=O1 yes: set, and read here" in words(out)
 
 
+def test_page_shows_what_is_printed(cli: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_machine", Machine)
+    options = ("--fp64-emulation", "79", "--strategy", "eager", "--log")
+    page = (Path(__file__).parents[2] / "docs" / "exec.md").read_text()
+    lines = [line.rstrip() for line in cli("exec", *options, "--", "true").err.splitlines()]
+    assert "\n".join(filter(None, lines)) in page
+
+
 def test_nothing_set(cli: Callable) -> None:
     assert "nothing is set" in cli("exec").out
 
