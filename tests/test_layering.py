@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "mixprec"
 
 LAYERS = [
     "formats",
+    "modes",
     "hardware",
     "variables",
     "cublas",

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mixprec.gemm.api import GemmSpec, Operand, check_impl, multiply, prepare
-from mixprec.gemm.native import without_modes
+from mixprec.modes import without_modes
 from mixprec.hadamard import padded_length
 from mixprec.noise import Noise
 from mixprec.policy import active_dtype, recomputed_alike

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from mixprec.autograd import linear
-from mixprec.gemm.native import is_autocast_on
+from mixprec.modes import is_autocast_on
 from mixprec.noise import Noise
 from mixprec.recipes import Recipe, get_recipe
 from mixprec.rounding import check_floating

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from mixprec.gemm.native import is_autocast_on
+from mixprec.modes import is_autocast_on
 from mixprec.gemm.widening import NARROW, has_fast_units, mapped, widened
 from mixprec.recomputation import Hooks, hooks_around, let_reentrant_recompute, surrounding_hooks
 

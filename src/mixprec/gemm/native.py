@@ -11,8 +11,6 @@ Legend: M rows of a, N rows of b, K contraction.
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
 from torch import Tensor
 
@@ -35,17 +33,6 @@ def device_facts(x: Tensor) -> tuple[str, tuple[int, int] | None]:
     # not get_device_capability: Dynamo folds only this one into a constant
     properties = torch.cuda.get_device_properties(x.device)
     return "cuda", (properties.major, properties.minor)
-
-
-def is_autocast_on(x: Tensor) -> bool:
-    """Whether an autocast region is active where x is; torch knows none for meta tensors."""
-    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
-
-
-def without_modes() -> contextlib.AbstractContextManager[None]:
-    """A stretch in which torch's function modes see nothing: no policy changes our arithmetic."""
-    is_any_active = torch._C._len_torch_function_stack() > 0
-    return torch._C.DisableTorchFunction() if is_any_active else contextlib.nullcontext()
 
 
 def first_reason(*reasons: str | None) -> str | None:

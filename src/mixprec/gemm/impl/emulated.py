@@ -19,7 +19,8 @@ from torch import Tensor
 
 from mixprec.codes import decode_pairs, decode_unscaled
 from mixprec.gemm.accumulation import FP32, MODELS, Accumulate
-from mixprec.gemm.native import add_bias_and_round, is_autocast_on, without_modes
+from mixprec.gemm.native import add_bias_and_round
+from mixprec.modes import is_autocast_on, without_modes
 from mixprec.quantization import Operand, QuantizedTensor
 from mixprec.rounding import can_look_at
 from mixprec.scale_rules import SCALE_RULES

@@ -1,0 +1,133 @@
+"""Operators of torch with a gradient, a rule for vmap and shapes for compilers.
+
+The products and the factorisations built on them are operators, so that autograd (twice and more),
+``torch.compile`` and ``torch.func.vmap`` take them as they take torch's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mixprec.fp64.plan import DOUBLE_DOUBLE, FLOAT64, Output, Request, Scheme
+from mixprec.fp64.product import multiply
+from mixprec.fp64.report import add_record, wants_bounds
+from mixprec.modes import plain_arithmetic
+
+_LIBRARY = torch.library.Library("mixprec", "FRAGMENT")
+
+
+def define(
+    schema: str,
+    implementation: Callable[..., Any],
+    *,
+    fake: Callable[..., Any],
+    setup_context: Callable[..., None],
+    backward: Callable[..., Any],
+    vmap: Callable[..., Any] | None = None,
+) -> Callable[..., Any]:
+    """A new operator of torch, ``torch.ops.mixprec.NAME``.
+
+    Args:
+        schema: Its name and arguments: ``"fp64_matmul(Tensor a, Tensor b) -> Tensor"``.
+        implementation: What runs on tensors of any device; never returns an argument.
+        fake: The shapes and types of the results.
+        setup_context, backward, vmap: As ``torch.library.register_autograd`` and
+            ``register_vmap`` take them.
+
+    Returns:
+        The operator's only overload, callable.
+    """
+    # torch.library.custom_op loads Dynamo at the first call: seconds
+    name = schema[: schema.index("(")]
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+    qualified = f"mixprec::{name}"
+    torch.library.register_fake(qualified, fake, lib=_LIBRARY)
+    torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=_LIBRARY)
+    if vmap is not None:
+        torch.library.register_vmap(qualified, vmap, lib=_LIBRARY)
+    return getattr(torch.ops.mixprec, name).default
+
+
+def _matmul(
+    a: Tensor,
+    b: Tensor,
+    scheme: Scheme,
+    bits: int | None,
+    rtol: float | None,
+    engine: str,
+    output: Output,
+) -> tuple[Tensor, Tensor]:
+    request = Request(scheme=scheme, bits=bits, rtol=rtol, engine=engine, output=output)
+    a, b = (x.resolve_conj().resolve_neg() for x in (a, b))
+    is_symmetric = _is_transposed(a, b)
+    with plain_arithmetic(a), torch.no_grad():
+        product = multiply(a, b.mT, request, is_symmetric=is_symmetric, with_bound=wants_bounds())
+    add_record(product.report)
+    return product.high, product.low
+
+
+def _is_transposed(a: Tensor, b: Tensor) -> bool:
+    """Whether b is the same memory as a, with its axes swapped."""
+    if a.is_complex() or a.data_ptr() != b.data_ptr() or a.shape != b.mT.shape:
+        return False
+    axes = range(a.dim()) if a.shape[0] > 1 else range(1, a.dim())
+    return all(a.stride(axis) == b.mT.stride(axis) for axis in axes)
+
+
+def _fake(
+    a: Tensor,
+    b: Tensor,
+    scheme: str,
+    bits: int | None,
+    rtol: float | None,
+    engine: str,
+    output: str,
+) -> tuple[Tensor, Tensor]:
+    shape = (a.shape[0], a.shape[1], b.shape[2])
+    return a.new_empty(shape), a.new_empty(shape if output == DOUBLE_DOUBLE else (0,))
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    a, b, scheme, bits, rtol, engine, kind = inputs
+    ctx.save_for_backward(a, b)
+    ctx.options = scheme, bits, rtol, engine, FLOAT64 if kind == DOUBLE_DOUBLE else kind
+
+
+def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Any, ...]:
+    # hi carries the gradient: lo is what its rounding left
+    a, b = ctx.saved_tensors
+    grad_a = fp64_matmul(gradient, b.mH, *ctx.options)[0] if ctx.needs_input_grad[0] else None
+    grad_b = fp64_matmul(a.mH, gradient, *ctx.options)[0] if ctx.needs_input_grad[1] else None
+    return grad_a, grad_b, None, None, None, None, None
+
+
+def _vmap(info: Any, in_dims: tuple[Any, ...], a: Tensor, b: Tensor, *options: Any) -> Any:
+    """The mapped axis joins the batch."""
+    size = info.batch_size
+    a, b = (
+        x.movedim(dim, 0) if dim is not None else x.expand(size, *x.shape)
+        for x, dim in zip((a, b), in_dims, strict=False)
+    )
+    high, low = fp64_matmul(a.flatten(0, 1), b.flatten(0, 1), *options)
+    shape = (size, a.shape[1], a.shape[2], b.shape[3])
+    if low.numel() == 0:
+        return (high.reshape(shape), low), (0, None)
+    return (high.reshape(shape), low.reshape(shape)), (0, 0)
+
+
+fp64_matmul = define(
+    "fp64_matmul(Tensor a, Tensor b, str scheme, int? bits, float? rtol, str engine, str output)"
+    " -> (Tensor, Tensor)",
+    _matmul,
+    fake=_fake,
+    setup_context=_setup_context,
+    backward=_backward,
+    vmap=_vmap,
+)
+"""(hi, lo) of float64 or complex128 a[batch, m, k] @ b[batch, k, n]; lo is empty but for
+``double_double``. Arguments as ``matmul`` has them, None for automatic bits."""

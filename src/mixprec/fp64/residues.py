@@ -1,0 +1,260 @@
+"""Scheme II: integers by their residues, one product a modulus, and Chinese remaindering.
+
+    a' = RN(a * 2^mu[m]), b' = RN(b * 2^nu[n]),   sum over k |a' b'| < P / 2,   P = p_1 p_2 .. p_N
+    c_t = (a' mod p_t)(b' mod p_t)^T mod p_t      exact small integers, N products
+    c' = sum of c_t w_t - P Q,   w_t = (P / p_t) ((P / p_t)^-1 mod p_t)
+    Q = RN(sum of c_t w_t / P)
+
+The exponents mu and nu come from the norms of rows and columns: by Cauchy and Schwarz |a'||b'|
+stays below P / 2. The moduli are pairwise coprime, from 2^width downward: 256, 255, 253, .. for 8
+bits.
+
+A complex product takes three real ones a modulus, or two where -1 has a square root j modulo it:
+then a + i b goes to a + j b and a - j b, which multiply each by itself.
+
+Exactness: c' is exact. What the integers leave out is at most 2^-mu |b|_1 / 2 and the like, by rows
+and columns (``truncation``).
+
+Sources: Ozaki, Uchino and Imamura 2025 (the scheme); Kawakami and Takahashi 2026 (scaling by
+norms); Garner 1959 (remaindering).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mixprec.fp64.arithmetic import scale
+from mixprec.fp64.engines import Engine
+from mixprec.fp64.slices import Term, cut, parts_for
+
+Complex = tuple[Tensor, Tensor]
+"""Residues of real and imaginary part, each [N, batch, rows, k]."""
+# log2 of P / 2 is kept this far from what Cauchy and Schwarz allow, for the roundings of norms
+_MARGIN_BITS = 2.0**-10
+_LEAST_BITS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Moduli:
+    """Pairwise coprime integers up to 2^width, and the constants of remaindering.
+
+    Attributes:
+        values: p_1 > p_2 > .. > p_N.
+        limb_bits: Bits of one part of a weight, so that sums of residues times it are exact.
+        weights: [parts][N] parts of w_t, the least significant first.
+        product: [parts] parts of P.
+    """
+
+    values: tuple[int, ...]
+    limb_bits: int
+    weights: tuple[tuple[int, ...], ...]
+    product: tuple[int, ...]
+
+    @property
+    def bits(self) -> float:
+        """log2 of P."""
+        return sum(map(math.log2, self.values))
+
+    @property
+    def norm_bits(self) -> float:
+        """log2 of the largest norm of a row or column of integers."""
+        return (self.bits - 1) / 2 - _MARGIN_BITS
+
+    @property
+    def roots(self) -> tuple[int | None, ...]:
+        """A square root of -1 modulo each, or None."""
+        return tuple(_root_of_minus_one(p) for p in self.values)
+
+
+@functools.cache
+def coprime(width: int) -> tuple[int, ...]:
+    """All that ``moduli`` takes: greedily from 2^width down, as many as 2,000 bits need."""
+    found: list[int] = []
+    bits = 0.0
+    for candidate in range(1 << width, 2, -1):
+        if all(math.gcd(candidate, p) == 1 for p in found):
+            found.append(candidate)
+            bits += math.log2(candidate)
+        if bits > 2000:
+            break
+    return tuple(found)
+
+
+@functools.cache
+def moduli(width: int, count: int) -> Moduli:
+    """The first ``count`` moduli of a width."""
+    values = coprime(width)[:count]
+    product = math.prod(values)
+    room = math.ceil(math.log2(sum(p // 2 + 1 for p in values)))
+    limb_bits = 51 - room
+    parts = -(-product.bit_length() // limb_bits)
+    weights = [product // p * pow(product // p, -1, p) for p in values]
+    return Moduli(
+        values,
+        limb_bits,
+        tuple(tuple(_limb(w, limb_bits, i) for w in weights) for i in range(parts)),
+        tuple(_limb(product, limb_bits, i) for i in range(parts)),
+    )
+
+
+def _limb(value: int, bits: int, index: int) -> int:
+    return value >> bits * index & (1 << bits) - 1
+
+
+@functools.cache
+def _root_of_minus_one(p: int) -> int | None:
+    if p % 2 == 0:
+        return None
+    return next((j for j in range(2, p) if j * j % p == p - 1), None) if p < 1 << 12 else None
+
+
+def moduli_for(norm_bits: float, width: int) -> int | None:
+    """How many moduli give rows and columns so many bits of norm; None where too few exist."""
+    total = 0.0
+    for count, p in enumerate(coprime(width), start=1):
+        total += math.log2(p)
+        if (total - 1) / 2 - _MARGIN_BITS >= max(norm_bits, _LEAST_BITS):
+            return count
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Norms:
+    """Norms of the rows of an operand scaled by their exponents: |x|_1 and |x|_2, not below."""
+
+    one: Tensor
+    two: Tensor
+
+    @staticmethod
+    def of(x: Tensor, exponent: Tensor) -> Norms:
+        """Norms of x[batch, rows, k] * 2^-exponent[batch, rows]."""
+        scaled = scale(x, -exponent.unsqueeze(-1))
+        inflated = 1 + 2.0**-52 * (x.shape[-1] + 8)
+        one = scaled.abs().sum(-1) * inflated
+        # squares of elements below 2^-511 underflow: k * 2^-1022 more than makes up for them
+        two = torch.sqrt(scaled.square_().sum(-1) * inflated + x.shape[-1] * 2.0**-1000)
+        return Norms(one, torch.where(one == 0, 1.0, two * inflated))
+
+
+def exponents(norms: Norms, exponent: Tensor, used: Moduli, length: int) -> Tensor:
+    """mu of each row: the largest with |a'|_2 at most 2^norm_bits, rounding included."""
+    room = 2.0**used.norm_bits - 0.5 * math.sqrt(length)
+    free = math.log2(room) - torch.log2(norms.two) - 2.0**-20
+    return torch.floor(free.clamp(-2000, 2000)).to(torch.int64) - exponent
+
+
+def truncation(norms: Norms, other: Norms, exponent: Tensor, mu: Tensor) -> Tensor:
+    """Bound on what rounding a to integers loses: 2^-mu / 2 * |b|_1, with exponents taken off."""
+    unit = torch.exp2((-mu - exponent).to(torch.float64))
+    return 0.5 * unit.unsqueeze(-1) * other.one.unsqueeze(-2)
+
+
+@functools.cache
+def _powers(width: int, parts: int, values: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """2^(w (s - p)) mod p_t, symmetric, for the slices p = 1..s of each modulus t."""
+    rows = ([pow(2, width * (parts - 1 - i), p) for i in range(parts)] for p in values)
+    return tuple(
+        tuple(r - p if r > p // 2 else r for r in row) for row, p in zip(rows, values, strict=True)
+    )
+
+
+def reduce(x: Tensor, p: Tensor) -> Tensor:
+    """x mod p in [-p/2, p/2), in place, for float64 integers below 2^53."""
+    return x.sub_(torch.floor(x / p + 0.5).mul_(p))
+
+
+def residues(x: Tensor, mu: Tensor, used: Moduli, width: int) -> Tensor:
+    """RN(x * 2^mu) modulo each: float64 integers [N, batch, rows, k]."""
+    parts = parts_for(math.ceil(used.norm_bits) + 1, width)
+    # the last slice's unit is 2^-mu
+    exponent = width * parts - 1 - mu
+    digits = cut(x.contiguous(), exponent, width, parts).digits.unflatten(-1, (parts, -1))
+    powers = _tensor(_powers(width, parts, used.values), x)
+    result = torch.einsum("ts,brsk->tbrk", powers, digits)
+    return reduce(result, _moduli_tensor(used, x, 4))
+
+
+def _tensor(values: tuple[tuple[int, ...], ...], like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64, device=like.device)
+
+
+def _moduli_tensor(used: Moduli, like: Tensor, dim: int) -> Tensor:
+    return _tensor((used.values,), like).reshape(-1, *[1] * (dim - 1))
+
+
+def multiply(a: Tensor, b: Tensor, used: Moduli, engine: Engine) -> Tensor:
+    """The products of residues [N, batch, m, k] and [N, batch, n, k], reduced."""
+    batch, length = a.shape[1], a.shape[-1]
+    a, b = (x.flatten(0, 1).to(engine.dtype) for x in (a, b))
+    p = _moduli_tensor(used, a, 4)
+    total = torch.zeros((), dtype=torch.float64, device=a.device)
+    for start in range(0, length, engine.capacity):
+        block = slice(start, start + engine.capacity)
+        sums = engine.dot(a[..., block], b[..., block]).unflatten(0, (-1, batch))
+        # sums near 2^53 over a modulus round: what is left may be a modulus off
+        total = reduce(total + reduce(reduce(sums, p), p), p)
+    return total
+
+
+def multiply_complex(a: Complex, b: Complex, used: Moduli, engine: Engine) -> tuple[Tensor, Tensor]:
+    """Residues of the real and the imaginary part of the product of complex residues."""
+    by_root = [t for t, root in enumerate(used.roots) if root is not None]
+    others = [t for t, root in enumerate(used.roots) if root is None]
+    shape = (len(used.values), a[0].shape[1], a[0].shape[2], b[0].shape[2])
+    real, imaginary = a[0].new_empty(shape), a[0].new_empty(shape)
+    for index, product in ((by_root, _two_products), (others, _three_products)):
+        if index:
+            part = Moduli(tuple(used.values[t] for t in index), used.limb_bits, (), ())
+            left, right = (a[0][index], a[1][index]), (b[0][index], b[1][index])
+            real[index], imaginary[index] = product(left, right, part, engine)
+    return real, imaginary
+
+
+def _two_products(a: Complex, b: Complex, used: Moduli, engine: Engine) -> Complex:
+    p = _moduli_tensor(used, a[0], 4)
+    roots = [root for root in used.roots if root is not None]
+    over_j = [pow(2 * root, -1, value) for root, value in zip(roots, used.values, strict=True)]
+    halves = [pow(2, -1, value) for value in used.values]
+    j, over, half = (
+        _tensor((tuple(values),), a[0]).reshape(-1, 1, 1, 1) for values in (roots, over_j, halves)
+    )
+    ja, jb = reduce(a[1] * j, p), reduce(b[1] * j, p)
+    plus = multiply(reduce(a[0] + ja, p), reduce(b[0] + jb, p), used, engine)
+    minus = multiply(reduce(a[0] - ja, p), reduce(b[0] - jb, p), used, engine)
+    real = reduce(reduce(plus + minus, p) * half, p)
+    return real, reduce(reduce(plus - minus, p) * over, p)
+
+
+def _three_products(a: Complex, b: Complex, used: Moduli, engine: Engine) -> Complex:
+    p = _moduli_tensor(used, a[0], 4)
+    first, second = multiply(a[0], b[0], used, engine), multiply(a[1], b[1], used, engine)
+    third = multiply(reduce(a[0] + a[1], p), reduce(b[0] + b[1], p), used, engine)
+    return reduce(first - second, p), reduce(third - first - second, p)
+
+
+def remaindered(c: Tensor, used: Moduli) -> list[Term]:
+    """The integers with residues c [N, batch, m, n] as exact terms, least significant first."""
+    parts = len(used.product)
+    limbs = torch.mm(_tensor(used.weights, c), c.flatten(1)).reshape(parts, *c.shape[1:])
+    base = 2.0**used.limb_bits
+    # the value over P: an integer and less than a half, which float64 sees from the upper parts
+    quotient = torch.zeros_like(limbs[0])
+    total = 0
+    for part, own in zip(range(parts), used.product, strict=True):
+        quotient = quotient / base + limbs[part]
+        total += own << used.limb_bits * part
+    top = total / 2 ** (used.limb_bits * (parts - 1))
+    quotient = torch.round(quotient / top)
+    for part, own in enumerate(used.product):
+        limbs[part].sub_(quotient * own)
+    # each within half a base, so that no leading part cancels against the next
+    for part in range(parts - 1):
+        carry = torch.round(limbs[part] / base)
+        limbs[part].sub_(carry * base)
+        limbs[part + 1].add_(carry)
+    return [Term(limbs[part], used.limb_bits * part) for part in range(parts)]

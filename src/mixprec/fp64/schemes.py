@@ -1,0 +1,104 @@
+"""The two schemes, from operands to an unevaluated sum and its bound, exponents left out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mixprec.fp64 import residues, slices
+from mixprec.fp64.engines import Engine
+from mixprec.fp64.plan import Operand
+from mixprec.fp64.residues import Norms
+from mixprec.fp64.sums import accumulated_error, add_up
+
+
+@dataclass(frozen=True, slots=True)
+class Raw:
+    """A result before the exponents of rows and columns.
+
+    hi + lo is within error + ``ADDED_UP`` * |hi| of the product; ``error`` is one bound for all
+    elements or one for each, [batch, m, n], in the same units.
+    """
+
+    high: Tensor
+    low: Tensor
+    error: Tensor | float
+    rows: Tensor
+    columns: Tensor
+
+
+def by_slices(
+    a: Operand, b: Operand, parts: int, engine: Engine, *, is_symmetric: bool = False
+) -> Raw:
+    """The product by so many slices."""
+    width = engine.width
+    left = slices.cut(a.values, a.exponent, width, parts, dtype=engine.dtype)
+    right = slices.cut(b.values, b.exponent, width, parts, dtype=engine.dtype, is_reversed=True)
+    multiply_slices = slices.multiply_by_own if is_symmetric else slices.multiply
+    terms = multiply_slices(left, right, engine)
+    high, low = add_up(terms)
+    length = a.values.shape[-1]
+    # in units of the leading slices: an element below 1 is 2^(w - 1) of them
+    one = 4.0 ** (width - 1)
+    rest = length * parts * one * 2.0**-width
+    truncated = length * slices.dropped(width, parts) * one
+    return Raw(
+        high,
+        low,
+        accumulated_error(len(terms), rest) + truncated,
+        a.exponent - (width - 1),
+        b.exponent - (width - 1),
+    )
+
+
+def by_residues(a: Operand, b: Operand, count: int, engine: Engine) -> Raw:
+    used = residues.moduli(engine.width, count)
+    mu, nu, error = _residue_scaling(a, b, used)
+    left = residues.residues(a.values, mu, used, engine.width)
+    right = residues.residues(b.values, nu, used, engine.width)
+    product = residues.multiply(left, right, used, engine)
+    return _remaindered([product], used, mu, nu, error)
+
+
+def complex_by_residues(a: Operand, b: Operand, count: int, engine: Engine) -> Raw:
+    """As ``by_residues``, for a and b in the real form of complex operands."""
+    used = residues.moduli(engine.width, count)
+    mu, nu, error = _residue_scaling(a, b, used)
+    rows, length = a.values.shape[-2] // 2, a.values.shape[-1] // 2
+    # the first half of the columns of [[re, -im], [im, re]]
+    left = residues.residues(a.values[..., :length], mu, used, engine.width)
+    right = residues.residues(b.values, nu, used, engine.width)
+    real, imaginary = residues.multiply_complex(
+        (left[..., :rows, :], left[..., rows:, :]),
+        (right[..., :length], right[..., length:]),
+        used,
+        engine,
+    )
+    return _remaindered([real, imaginary], used, mu, nu, error)
+
+
+def _residue_scaling(
+    a: Operand, b: Operand, used: residues.Moduli
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The exponents of rows and columns, and the truncation in units of the integers."""
+    norms_a, norms_b = Norms.of(a.values, a.exponent), Norms.of(b.values, b.exponent)
+    length = a.values.shape[-1]
+    mu = residues.exponents(norms_a, a.exponent, used, length)
+    nu = residues.exponents(norms_b, b.exponent, used, length)
+    # |a' b' - a b 2^(mu + nu)| is below |b| 2^nu / 2 + |a| 2^mu / 2 + 1/4
+    whole_a = norms_a.one * torch.exp2((mu + a.exponent).to(torch.float64))
+    whole_b = norms_b.one * torch.exp2((nu + b.exponent).to(torch.float64))
+    error = 0.5 * (whole_a.unsqueeze(-1) + whole_b.unsqueeze(-2)) + 0.25 * length
+    return mu, nu, error
+
+
+def _remaindered(
+    products: Sequence[Tensor], used: residues.Moduli, mu: Tensor, nu: Tensor, error: Tensor
+) -> Raw:
+    residue = torch.cat(list(products), -2)
+    terms = residues.remaindered(residue, used)
+    high, low = add_up(terms)
+    return Raw(high, low, error * (1 + 2.0**-40), -mu, -nu)

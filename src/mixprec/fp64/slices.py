@@ -1,0 +1,208 @@
+"""Scheme I: operands cut into slices of few bits, multiplied pair by pair.
+
+    x[r, k] = 2^(e[r] - w + 1) * (sum over p = 1..s of d_p[r, k] * 2^(-w (p - 1))) + rest
+    |d_p| <= 2^(w - 1) with -2^(w - 1) the only integer of that size,   |rest| <= 2^(e[r] - w s)
+
+    product = sum over q = 1..s of 2^(-w (q - 1)) * D_q
+    D_q = sum of d_p d'_p' with p + p' = q + 1
+
+The slices of one operand lie side by side along the contraction, of the other in reverse order, so
+that every anti-diagonal D_q is one product of q k elements: s products in place of s (s + 1) / 2.
+For x x^T a pair and its mirror image are each other's transpose and only one of them is computed.
+
+Exactness: slices and anti-diagonals are exact. What is left out is at most ``dropped(w, s)`` * k *
+2^(e + e').
+
+Sources: Ozaki, Ogita, Oishi and Rump 2012 (the scheme); Ootomo, Ozaki and Yokota 2024 (integer
+units, accumulation along an anti-diagonal); Schwarz et al. 2025 and NVIDIA's cuBLAS documentation
+(signs in the leading slice alone, so that s slices of 8 bits keep 8 s - 1).
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mixprec.fp64.arithmetic import exponent_of, fast_two_sum, scale, two_sum
+from mixprec.fp64.engines import Engine
+
+MOST_PARTS_BITS = 1000
+"""Bits of all slices together, at most: beyond, scaled elements would underflow unnoticed."""
+# sums of blocks along the contraction are kept in two parts, each exact for 2^25 blocks
+_LOW_BITS = 27
+
+
+@dataclass(frozen=True, slots=True)
+class Slices:
+    """An operand in slices.
+
+    Attributes:
+        digits: [batch, rows, parts * k], integers.
+        parts: How many slices.
+    """
+
+    digits: Tensor
+    parts: int
+
+    @property
+    def length(self) -> int:
+        """k, the contraction's length."""
+        return self.digits.shape[-1] // self.parts
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """An exact part of a product: integer * 2^exponent."""
+
+    integer: Tensor
+    exponent: int
+
+
+def parts_for(bits: int, width: int) -> int:
+    """Slices that keep so many bits besides the sign: ceil((bits + 1) / width)."""
+    return -(-(bits + 1) // width)
+
+
+def dropped(width: int, parts: int) -> float:
+    """Bound on what one product of elements below 1 loses to the slices left out.
+
+    2^(-w s) * (2 + (s - 1) (1 + 2^(2 - w))): the rest of each element times the other, and the
+    pairs beyond the last anti-diagonal.
+    """
+    return 2.0 ** (-width * parts) * (2.1 + (parts - 1) * (1 + 2.0 ** (2 - width)))
+
+
+def row_exponents(amax: Tensor, width: int) -> Tensor:
+    """e with amax < 2^e, one more where the leading slice could reach 2^(w - 1).
+
+    Args:
+        amax: [batch, rows], the largest |x| of each row, finite.
+        width: Bits of a slice.
+    """
+    exponent = exponent_of(amax)
+    leading = scale(amax, width - 1 - exponent)
+    return exponent + (leading >= (1 << width - 1) - 1)
+
+
+def cut(
+    x: Tensor,
+    exponent: Tensor,
+    width: int,
+    parts: int,
+    *,
+    dtype: torch.dtype = torch.float64,
+    is_reversed: bool = False,
+) -> Slices:
+    """An operand in slices.
+
+    Args:
+        x: float64 [batch, rows, k], finite; of either order in memory, which the slices keep.
+        exponent: [batch, rows] from ``row_exponents``.
+        width: Bits of a slice.
+        parts: How many.
+        dtype: The type in which an engine takes them.
+        is_reversed: Whether the last slice comes first.
+    """
+    length = x.shape[-1]
+    rest = scale(x, (width - 1 - exponent).unsqueeze(-1))
+    digits = _side_by_side(x, parts)
+    slots = [digits[..., p * length : (p + 1) * length] for p in range(parts)]
+    slots = slots[::-1] if is_reversed else slots
+    for slot in slots[:-1]:
+        torch.round(rest, out=slot)
+        rest.sub_(slot).mul_(1 << width)
+    torch.round(rest, out=slots[-1])
+    _carry(slots, digits, width)
+    return Slices(digits.to(dtype), parts)
+
+
+def _side_by_side(x: Tensor, parts: int) -> Tensor:
+    """An empty tensor for so many of x along the last axis, in x's order in memory."""
+    batch, rows, length = x.shape
+    if x.stride(-2) >= x.stride(-1):
+        return x.new_empty((batch, rows, parts * length))
+    return x.new_empty((batch, parts * length, rows)).mT
+
+
+def _carry(slots: list[Tensor], digits: Tensor, width: int) -> None:
+    """Moves 2^(w - 1), which the width does not hold, to the slice above, as 1 there."""
+    over = 1 << width - 1
+    if not digits.numel() or float(digits.amax()) < over:
+        return
+    for upper, lower in zip(slots[-2::-1], slots[:0:-1], strict=True):
+        # rare: one in 2^width of random digits
+        place = (lower >= over).nonzero(as_tuple=True)
+        lower[place] -= 1 << width
+        upper[place] += 1
+
+
+def multiply(a: Slices, b: Slices, engine: Engine) -> list[Term]:
+    """The product of a with b, whose slices are reversed, in units of the leading slices' grids.
+
+    Returns:
+        Exact terms, the least significant first.
+    """
+    parts, length, width = a.parts, a.length, engine.width
+    terms = []
+    for q in range(parts, 0, -1):
+        left = a.digits[..., : q * length]
+        right = b.digits[..., (parts - q) * length :]
+        exponent = -width * (q - 1)
+        terms += [Term(sums, exponent) for sums in exact_sums(left, right, engine)]
+    return terms
+
+
+def multiply_by_own(a: Slices, b: Slices, engine: Engine) -> list[Term]:
+    """``multiply`` for b the same operand as a (its slices reversed): pairs p <= p' alone."""
+    parts, length, width = a.parts, a.length, engine.width
+    terms = []
+    for q in range(parts, 0, -1):
+        # the slices 1, 2, .. of a meet q, q - 1, .. of b, up to the middle
+        pairs, start = q // 2, (parts - q) * length
+        middle = pairs * length
+        left, right = a.digits[..., :middle], b.digits[..., start : start + middle]
+        sums = (
+            [_with_mirror_image(half) for half in exact_sums(left, right, engine)] if pairs else []
+        )
+        if q % 2:
+            own = a.digits[..., middle : middle + length]
+            mirrored = b.digits[..., start + middle : start + middle + length]
+            sums.append(exact_sums(own, mirrored, engine))
+        flat = [integer for group in sums for integer in group]
+        if q * length <= engine.capacity:
+            flat = [functools.reduce(torch.add, flat)]
+        terms += [Term(integer, -width * (q - 1)) for integer in flat]
+    return terms
+
+
+def _with_mirror_image(half: Tensor) -> list[Tensor]:
+    total, error = two_sum(half, half.mT)
+    return [error, total]
+
+
+def exact_sums(a: Tensor, b: Tensor, engine: Engine) -> list[Tensor]:
+    """The product over the last axis as one exact float64, or a sum of two.
+
+    Longer contractions than the engine takes go in blocks. The two depend on the sum alone, not on
+    the blocks: the first is the sum rounded to float64, the second the rest.
+    """
+    length, capacity = a.shape[-1], engine.capacity
+    if length <= capacity:
+        return [engine.dot(a, b)]
+    unit = 1 << _LOW_BITS
+    high = torch.zeros((*a.shape[:-1], b.shape[-2]), dtype=torch.float64, device=a.device)
+    low = torch.zeros_like(high)
+    for start in range(0, length, capacity):
+        block = slice(start, start + capacity)
+        sums = engine.dot(a[..., block], b[..., block])
+        upper = torch.floor(sums * (1 / unit))
+        high += upper
+        low += sums.sub_(upper, alpha=unit)
+    # the low part below one unit, so that both are what the whole sum decides
+    carry = torch.floor(low * (1 / unit))
+    low.sub_(carry, alpha=unit)
+    rounded, rest = fast_two_sum(high.add_(carry).mul_(unit), low)
+    return [rest, rounded]

@@ -1,0 +1,78 @@
+"""Exact terms to a result: an unevaluated sum of two float64, then the exponents of rows and
+columns.
+
+    hi + lo = sum of the terms,   hi = RN(hi + lo)
+
+Exactness: without its last bits, about 2^-106 of the sum; ``accumulated_error`` bounds it. The
+order is fixed, the least significant term first, so that equal terms give equal bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from mixprec.fp64.arithmetic import UNIT, power_of_two, scale
+from mixprec.fp64.slices import Term
+
+ADDED_UP = 2.0**-103
+"""The share of a result that ``add_up`` may lose."""
+# rows and columns of exponents within this, applied one after the other, leave hi normal
+_SAFE_EXPONENT = 400
+# half a MiB a tensor: a few of them stay in a processor's cache, and two threads share the work
+_BLOCK_ELEMENTS = 1 << 16
+
+
+def add_up(terms: Sequence[Term]) -> tuple[Tensor, Tensor]:
+    """(hi, lo) of the terms, given the least significant first; the terms are used up."""
+    high = terms[0].integer.mul_(2.0 ** terms[0].exponent)
+    low = torch.zeros_like(high)
+    step = max(1, _BLOCK_ELEMENTS // max(high[..., :1, :].numel(), 1))
+    for start in range(0, high.shape[-2], step):
+        rows = slice(start, start + step)
+        addends = ((term.integer[..., rows, :], term.exponent) for term in terms[1:])
+        _add_block(high[..., rows, :], low[..., rows, :], addends)
+    return high, low
+
+
+def _add_block(high: Tensor, low: Tensor, addends: Iterable[tuple[Tensor, int]]) -> None:
+    """Adds scaled terms to high + low in place, and leaves high = RN(high + low)."""
+    total, spare = torch.empty_like(high), torch.empty_like(high)
+    for term, exponent in addends:
+        _two_sum_into(high, term.mul_(2.0**exponent), total, spare)
+        low.add_(term)
+    _two_sum_into(high, low, total, spare)
+
+
+def _two_sum_into(a: Tensor, b: Tensor, total: Tensor, spare: Tensor) -> None:
+    """a becomes the rounded sum of a and b, and b its error; two_sum without new memory."""
+    torch.add(a, b, out=total)
+    b_part = torch.sub(total, a, out=spare)
+    b.sub_(b_part)
+    a_part = torch.sub(total, b_part, out=spare)
+    b.add_(a.sub_(a_part))
+    a.copy_(total)
+
+
+def accumulated_error(terms: int, largest: float) -> float:
+    """Bound on what ``add_up`` loses besides ``ADDED_UP`` of its result, in units of its terms.
+
+    Args:
+        terms: How many there were.
+        largest: Bound on the sum of the absolute values of all but the most significant.
+    """
+    return 16 * UNIT**2 * terms * largest
+
+
+def apply_exponents(x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """x[batch, m, n] * 2^(rows[batch, m] + columns[batch, n]), rounded once."""
+    if max(_largest(rows), _largest(columns)) <= _SAFE_EXPONENT:
+        by_row = x * power_of_two(rows).unsqueeze(-1)
+        return by_row.mul_(power_of_two(columns).unsqueeze(-2))
+    return scale(x, rows.unsqueeze(-1) + columns.unsqueeze(-2))
+
+
+def _largest(exponent: Tensor) -> int:
+    return int(exponent.abs().max()) if exponent.numel() else 0
