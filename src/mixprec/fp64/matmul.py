@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from mixprec.fp64.arithmetic import UNIT
+from mixprec.fp64.arithmetic import SMALLEST, UNIT
 from mixprec.fp64.operator import fp64_matmul
-from mixprec.fp64.plan import DOUBLE_DOUBLE, FLOAT64, Output, Request, Scheme
 from mixprec.fp64.report import MatmulReport, record
+from mixprec.fp64.request import DOUBLE_DOUBLE, FLOAT64, Output, Request, Scheme
 
 _DTYPES = (torch.float64, torch.complex128)
 
@@ -63,8 +64,8 @@ def matmul(
             of range, an engine that is not exact on the device, ``out`` with a gradient.
 
     Edge cases: inf and NaN as IEEE 754 has them, in their row of a or column of b alone. A product
-    that overflows on the way but not in the end (1e200 * 1e200 - 1e200 * 1e200) is exact here and
-    NaN natively. Exact zeros are +0. k = 0 gives zeros. ``bits="auto"`` decides for the whole
+    that overflows on the way but not in the end (1e200 * 1e200 - 1e200 * 1e200) is finite here
+    and NaN natively. Exact zeros are +0. k = 0 gives zeros. ``bits="auto"`` decides for the whole
     operands: a row alone may take fewer bits than among others, and differ in the last place.
 
     Exactness: integer products and sums are exact, so that for given bits the result does not
@@ -137,6 +138,9 @@ def _result_shape(a: Tensor, b: Tensor) -> tuple[int, ...]:
     return (*torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), *rows, *columns)
 
 
+_NOTHING = MatmulReport(scheme="none", engine="", bits=0, parts=0, products=0, reason="alpha is 0")
+
+
 def _product(a: Tensor, b: Tensor, request: Request, alpha: complex) -> Any:
     """a @ b in any shapes that torch.matmul takes; zeros where alpha is 0."""
     shape = _result_shape(a, b)
@@ -146,10 +150,13 @@ def _product(a: Tensor, b: Tensor, request: Request, alpha: complex) -> Any:
     b = b if b.dim() > 1 else b.unsqueeze(-1)
     if b.dim() == 2:
         # one matrix for all of a's: their rows are those of one matrix
-        left, right = a.reshape(1, -1, a.shape[-1]) if a.dim() > 2 else a.unsqueeze(0), b[None]
+        left = a.reshape(1, math.prod(a.shape[:-1]), a.shape[-1]) if a.dim() > 2 else a.unsqueeze(0)
+        right = b.unsqueeze(0)
     else:
         batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-        left, right = (x.expand(*batch, *x.shape[-2:]).reshape(-1, *x.shape[-2:]) for x in (a, b))
+        left, right = (
+            x.expand(*batch, *x.shape[-2:]).reshape(math.prod(batch), *x.shape[-2:]) for x in (a, b)
+        )
     options = request.scheme, request.bits, request.rtol, request.engine, request.output
     high, low = fp64_matmul(left, right, *options)
     if request.output == DOUBLE_DOUBLE:
@@ -186,26 +193,15 @@ def _with_shape(
     c: Tensor | None,
 ) -> MatmulReport:
     """The report, its bound in the result's shape and with the roundings after the product."""
-    if not found:
-        zeros = torch.zeros_like(result.abs())
-        return MatmulReport(
-            scheme="none",
-            engine="",
-            bits=0,
-            parts=0,
-            products=0,
-            reason="alpha is 0",
-            error_bound=zeros,
-        )
-    done = found[0]
-    assert done.error_bound is not None
+    high = product[0] if isinstance(product, tuple) else product
+    done = found[0] if found else _NOTHING
+    bound = high.abs() if done.error_bound is None else done.error_bound.reshape(high.shape)
     if isinstance(product, tuple):
-        return replace(done, error_bound=done.error_bound.reshape(product[0].shape))
-    bound = done.error_bound.reshape(product.shape)
+        return replace(done, error_bound=bound)
     # a rounding of a complex product is within sqrt(5) units
     unit = 3 * UNIT
     if alpha != 1:
-        bound = (bound + product.abs() * unit) * (abs(alpha) * (1 + 2 * unit))
+        bound = (bound + product.abs() * unit) * (abs(alpha) * (1 + 2 * unit)) + 2 * SMALLEST
     if c is not None and beta != 0:
-        bound = bound + (result.abs() + c.abs() * abs(beta)) * (2 * unit)
+        bound = bound + (result.abs() + c.abs() * abs(beta)) * (2 * unit) + 4 * SMALLEST
     return replace(done, error_bound=bound)

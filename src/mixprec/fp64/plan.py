@@ -5,7 +5,7 @@ A share is an error in units of (|A||B|)[m, n]. ``bits="auto"`` asks for the tru
     float64         2^-54              so that with the last rounding a result is within
                                        2^-53 |C| + 2^-54 |A||B|, below a native DGEMM's k 2^-53
                                        |A||B|
-    double_double   max(k, 512) 2^-104 what a product in double-double arithmetic is within
+    double_double   max(k, 512) 2^-104 as a product in double-double arithmetic
     nearest         a first try of 105 bits: the result decides whether it sufficed
 
 and ``rtol`` for what is left of it after the last rounding.
@@ -13,10 +13,10 @@ and ``rtol`` for what is left of it after the last rounding.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -25,79 +25,33 @@ from mixprec.fp64 import residues
 from mixprec.fp64.arithmetic import UNIT
 from mixprec.fp64.certificate import bits_lost, least_sums
 from mixprec.fp64.engines import Engine
+from mixprec.fp64.request import (
+    AUTO,
+    DOUBLE_DOUBLE,
+    FLOAT64,
+    LEAST_PAIR_RTOL,
+    NEAREST,
+    RESIDUES,
+    SLICES,
+    Request,
+)
 from mixprec.fp64.residues import Norms
 from mixprec.fp64.slices import MOST_PARTS_BITS, dropped, parts_for
 
-Scheme = Literal["auto", "slices", "residues"]
-Output = Literal["float64", "double_double", "nearest"]
-FLOAT64, DOUBLE_DOUBLE, NEAREST = get_args(Output)
-AUTO, SLICES, RESIDUES = get_args(Scheme)
 NATIVE = "native"
-
 _AUTO_SHARE = UNIT / 2
 _LEAST_LENGTH = 512
 _DOUBLE_DOUBLE_UNIT = 2.0**-104
 NEAREST_BITS = 104
+# errors of real and imaginary part make one of the absolute value: sqrt(2), and a little
+_COMPLEX = 1.5
 # cuBLAS leaves products that need more than 79 bits to native FP64: ten slices of eight bits
 _LIMIT_BITS = 79
 _LIMIT_PARTS = 10
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """What was asked for.
-
-    Attributes:
-        scheme: ``slices``, ``residues``, or ``auto``: the one of fewer products.
-        bits: Mantissa bits as cuBLAS counts them; None chooses them from the data.
-        rtol: Error in units of |A||B|, in place of bits; None for what ``output`` asks.
-        engine: A name in ``ENGINES`` or ``auto``.
-        output: ``float64``, ``double_double`` or ``nearest``.
-    """
-
-    scheme: Scheme = "auto"
-    bits: int | None = None
-    rtol: float | None = None
-    engine: str = "auto"
-    output: Output = "float64"
-
-    def __post_init__(self) -> None:
-        for name, value, known in (
-            ("scheme", self.scheme, get_args(Scheme)),
-            ("output", self.output, get_args(Output)),
-        ):
-            if value not in known:
-                raise ValueError(f"{name}: got {value!r}; must be one of {', '.join(known)}")
-        if self.bits is not None and self.rtol is not None:
-            raise ValueError(
-                f"rtol: got {self.rtol} beside bits={self.bits}; one decides; leave the other out"
-            )
-        self._check_bits()
-        self._check_rtol()
-        if self.output == NEAREST and (self.bits, self.rtol) != (None, None):
-            raise ValueError(
-                "output: got 'nearest' with bits or rtol; a correctly rounded product takes the "
-                "bits that it needs; leave them out"
-            )
-
-    def _check_bits(self) -> None:
-        if self.bits is None:
-            return
-        if isinstance(self.bits, bool) or not isinstance(self.bits, int):
-            raise TypeError(f"bits: got {self.bits!r}; must be a whole number or 'auto'")
-        if not 1 <= self.bits <= MOST_PARTS_BITS // 2:
-            raise ValueError(
-                f"bits: got {self.bits}; must be from 1 to {MOST_PARTS_BITS // 2}; operands of one "
-                "scale take 55 to 63 for double precision"
-            )
-
-    def _check_rtol(self) -> None:
-        least = UNIT if self.output != DOUBLE_DOUBLE else 2.0**-400
-        if self.rtol is not None and not least < self.rtol < 1:
-            raise ValueError(
-                f"rtol: got {self.rtol}; must be between {least:.3g}, the rounding of the result, "
-                "and 1; for less use output='double_double'"
-            )
+# what a slice and a modulus cost an element besides the products, in multiplications of the engine:
+# measured with DGEMM on two cores at 512 and 1024
+_SLICE_OVERHEAD = 250
+_RESIDUE_OVERHEAD = 650
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +78,7 @@ class Plan:
         native_rows: bool [batch, m], rows beyond the limit.
         native_columns: bool [batch, n].
         reason: Why, in a line.
+        exact: bool [batch, m, n], elements of a pair that no number of slices reaches; or None.
     """
 
     scheme: str
@@ -132,6 +87,7 @@ class Plan:
     native_rows: Tensor
     native_columns: Tensor
     reason: str
+    exact: Tensor | None = None
 
 
 def slice_products(parts: int, *, is_symmetric: bool) -> int:
@@ -157,7 +113,7 @@ def make_plan(
         bits = NEAREST_BITS
         return _by_bits(a, b, request, bits, engine, is_symmetric, is_complex)
     length = a.values.shape[-1]
-    if request.rtol is not None and _native_suffices(request, length, a.values.device):
+    if request.rtol is not None and _native_suffices(request, length, a.values.device, is_complex):
         every = torch.ones_like(a.exponent, dtype=torch.bool)
         none = torch.zeros_like(b.exponent, dtype=torch.bool)
         reason = f"rtol {request.rtol:.3g} is within a native product's k * 2^-53"
@@ -172,10 +128,10 @@ def make_plan(
     return _by_share(a, b, request, engine, is_symmetric, is_complex)
 
 
-def _native_suffices(request: Request, length: int, device: torch.device) -> bool:
-    assert request.rtol is not None
+def _native_suffices(request: Request, length: int, device: torch.device, is_complex: bool) -> bool:
     is_wanted = request.output == FLOAT64 and request.scheme == AUTO
-    return is_wanted and device.type == "cpu" and (length + 1) * UNIT <= request.rtol
+    bound = (length + 3) * UNIT * (_COMPLEX if is_complex else 1)
+    return is_wanted and device.type == "cpu" and bound <= (request.rtol or 0)
 
 
 def _by_bits(
@@ -235,12 +191,15 @@ def _by_share(
     is_symmetric: bool,
     is_complex: bool,
 ) -> Plan:
-    share = _share(request, a.values.shape[-1])
+    share = _share(request, a.values.shape[-1]) / (_COMPLEX if is_complex else 1)
     need = _need(a, b, share, request, engine)
     parts = _fewest_parts(need.worst, share, engine.width)
     sliced = slice_products(parts, is_symmetric=is_symmetric) * (4 if is_complex else 1)
     scheme, products = SLICES, sliced
-    if request.scheme == RESIDUES or (request.scheme == AUTO and _may_save(share, engine, sliced)):
+    cost = _cost(a, b, sliced, parts * _SLICE_OVERHEAD)
+    if request.scheme == RESIDUES or (
+        request.scheme == AUTO and _may_save(a, b, share, engine, cost)
+    ):
         count = _fewest_moduli(a, b, need.lost(), share, engine.width)
         if count is None and request.scheme == RESIDUES:
             raise ValueError(
@@ -249,76 +208,93 @@ def _by_share(
             )
         if count is not None:
             remaindered = _residue_products(count, engine, is_complex)
-            if request.scheme == RESIDUES or remaindered < sliced:
+            overhead = count * _RESIDUE_OVERHEAD
+            if request.scheme == RESIDUES or _cost(a, b, remaindered, overhead) < cost:
                 scheme, parts, products = RESIDUES, count, remaindered
-    native = int(need.rows.sum()) + int(need.columns.sum())
-    reason = f"the largest products stand {max(need.worst, 0):.1f} bits above |A||B|/k"
-    if native:
-        reason += f"; {native} rows or columns need more than the limit"
+    if bool(need.rows.all()) or bool(need.columns.all()):
+        scheme, parts, products = NATIVE, 0, 0
     return Plan(
         scheme=scheme,
         parts=parts,
         products=products,
         native_rows=need.rows,
         native_columns=need.columns,
-        reason=reason,
+        reason=need.reason,
+        exact=need.exact,
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Need:
-    """What the data ask for, but for the rows and columns beyond the limit.
+    """What the data ask for, but for what is beyond the limit.
 
     Attributes:
         worst: The largest of ``lost``.
-        rows, columns: What is beyond.
-        lost: ``bits_lost``, -inf where rows and columns are beyond; computed when it is called.
+        lost: ``bits_lost``, -inf where it is beyond; computed when it is called.
+        rows, columns, exact: What is beyond, as in ``Plan``.
+        reason: All that in a line.
     """
 
     worst: float
+    lost: Callable[[], Tensor]
     rows: Tensor
     columns: Tensor
-    lost: Callable[[], Tensor]
+    exact: Tensor | None
+    reason: str
 
 
 def _need(a: Operand, b: Operand, share: float, request: Request, engine: Engine) -> _Need:
     operands = a.values, b.values, a.exponent, b.exponent
     length = a.values.shape[-1]
     sums = least_sums(*operands)
-    least = float(sums.amin()) if sums.numel() else float(length)
+    least = float(sums.amin())
     worst = math.log2(length) - math.log2(least) if least > 0 else math.inf
+    lost: Callable[[], Tensor] = functools.partial(bits_lost, sums, *operands)
+    rows, columns = _none_of(a, b)
+    exact, beyond = None, ""
     # k is in worst already
     most = math.log2(share) - math.log2(dropped(engine.width, _limit(request, engine)))
-    if worst <= most:
-        rows, columns = _none_of(a, b)
-        return _Need(worst, rows, columns, lambda: bits_lost(sums, *operands))
-    lost = bits_lost(sums, *operands)
-    rows, columns = _beyond(lost, most, request.output)
-    lost.masked_fill_(rows.unsqueeze(-1) | columns.unsqueeze(-2), -math.inf)
-    return _Need(float(lost.amax()), rows, columns, lambda: lost)
+    if worst > most:
+        found = lost()
+        is_beyond = found > most
+        if request.output == DOUBLE_DOUBLE:
+            exact = is_beyond
+            beyond = f"; {int(exact.sum())} elements need more than slices have"
+        else:
+            rows, columns = _cover(is_beyond)
+            is_beyond = rows.unsqueeze(-1) | columns.unsqueeze(-2)
+            beyond = f"; {int(rows.sum() + columns.sum())} rows or columns are beyond the limit"
+        found.masked_fill_(is_beyond, -math.inf)
+        worst, lost = float(found.amax()), lambda: found
+    reason = f"the largest products stand {max(worst, 0):.1f} bits above |A||B|/k{beyond}"
+    return _Need(worst=worst, lost=lost, rows=rows, columns=columns, exact=exact, reason=reason)
 
 
-def _beyond(lost: Tensor, most: float, output: Output) -> tuple[Tensor, Tensor]:
-    """The rows, or the columns if they are fewer, that hold every element beyond the limit."""
-    is_beyond = lost > most
+def _cover(is_beyond: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows, or the columns if they are fewer, that hold every element that is marked."""
     rows, columns = is_beyond.any(-1), is_beyond.any(-2)
-    if output != FLOAT64:
-        return torch.zeros_like(rows), torch.zeros_like(columns)
     if int(rows.sum()) <= int(columns.sum()):
         return rows, torch.zeros_like(columns)
     return torch.zeros_like(rows), columns
 
 
-def _may_save(share: float, engine: Engine, sliced: int) -> bool:
-    """Whether residues of the best-scaled operands would take fewer products than slices do."""
+def _cost(a: Operand, b: Operand, products: int, overhead: int) -> int:
+    """Multiplications of products, and what overhead an element of a, b and the result takes."""
+    batch, m, k = a.values.shape
+    n = b.values.shape[-2]
+    return batch * (products * m * n * k + overhead * (m * k + n * k + m * n))
+
+
+def _may_save(a: Operand, b: Operand, share: float, engine: Engine, cost: int) -> bool:
+    """Whether residues of the best-scaled operands would be cheaper."""
     # |A||B| is at most |a|_2 |b|_1
     least = residues.moduli_for(1 - math.log2(share), engine.width)
-    return least is not None and least < sliced
+    return least is not None and _cost(a, b, least, least * _RESIDUE_OVERHEAD) < cost
 
 
 def _share(request: Request, length: int) -> float:
     if request.rtol is not None:
-        return request.rtol - (UNIT if request.output == FLOAT64 else 0)
+        return request.rtol - (UNIT if request.output == FLOAT64 else LEAST_PAIR_RTOL / 2)
     if request.output == FLOAT64:
         return _AUTO_SHARE
     return max(length, _LEAST_LENGTH) * _DOUBLE_DOUBLE_UNIT

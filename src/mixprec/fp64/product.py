@@ -20,18 +20,9 @@ from torch import Tensor
 from mixprec.fp64 import nearest, residues, schemes, slices
 from mixprec.fp64.arithmetic import SMALLEST, UNIT
 from mixprec.fp64.engines import Engine, get_engine
-from mixprec.fp64.plan import (
-    DOUBLE_DOUBLE,
-    FLOAT64,
-    NATIVE,
-    NEAREST,
-    RESIDUES,
-    Operand,
-    Plan,
-    Request,
-    make_plan,
-)
+from mixprec.fp64.plan import NATIVE, Operand, Plan, make_plan
 from mixprec.fp64.report import MatmulReport
+from mixprec.fp64.request import DOUBLE_DOUBLE, FLOAT64, NEAREST, RESIDUES, Request
 from mixprec.fp64.schemes import Raw
 from mixprec.fp64.special_values import put_native, put_special, without_rows
 from mixprec.fp64.sums import ADDED_UP, apply_exponents
@@ -129,8 +120,11 @@ def _real(
     is_complex = parts_of is not None
     plan = make_plan(left, right, request, engine, is_symmetric=is_symmetric, is_complex=is_complex)
     raw = _raw(left, right, plan, engine, is_symmetric, is_complex)
+    error = schemes.error_of(raw, left, right) if with_bound else None
     high, low = _finish(left, right, raw, request, engine)
-    put_native(high, left.values, right.values, plan.native_rows, plan.native_columns)
+    _put_native(high, left, right, plan, engine)
+    if plan.exact is not None:
+        nearest.put_pairs(high, low, plan.exact, left, right)
     put_special(high, a, b, special_rows, special_columns)
     if low.numel():
         low.masked_fill_(~torch.isfinite(high), 0.0)
@@ -140,18 +134,34 @@ def _real(
         bits=_kept_bits(plan, engine),
         parts=plan.parts,
         products=plan.products,
-        native_rows=int(plan.native_rows.sum()),
+        native_rows=_count_rows(plan.native_rows, is_complex),
         native_columns=int(plan.native_columns.sum()),
-        special_rows=int(special_rows.sum()),
+        special_rows=_count_rows(special_rows, is_complex),
         special_columns=int(special_columns.sum()),
         reason=plan.reason,
     )
-    if with_bound:
+    if error is not None:
         is_special = special_rows.unsqueeze(-1) | special_columns.unsqueeze(-2)
-        bound = _bound(raw, high, request.output)
-        bound = _with_native(bound, left, right, plan).masked_fill_(is_special, 0.0)
+        bound = _bound(raw, error, high, request.output)
+        bound = _beyond(bound, high, left, right, plan).masked_fill(is_special, 0.0)
         report = replace(report, error_bound=bound)
     return Product(high, low, report)
+
+
+def _put_native(high: Tensor, a: Operand, b: Operand, plan: Plan, engine: Engine) -> None:
+    """Rows and columns beyond the limit; correctly rounded where the native sums overflow."""
+    is_native = plan.native_rows.unsqueeze(-1) | plan.native_columns.unsqueeze(-2)
+    if not bool(is_native.any()):
+        return
+    put_native(high, a.values, b.values, plan.native_rows, plan.native_columns)
+    nearest.settle_open(high, is_native & ~torch.isfinite(high), a, b, engine)
+
+
+def _count_rows(rows: Tensor, is_complex: bool) -> int:
+    """How many rows are marked; of a complex operand those with either part."""
+    if is_complex:
+        rows = rows.unflatten(-1, (2, -1)).any(-2)
+    return int(rows.sum())
 
 
 def _kept_bits(plan: Plan, engine: Engine) -> int:
@@ -167,7 +177,15 @@ def _raw(
 ) -> Raw:
     if plan.scheme == NATIVE:
         zeros = a.values.new_zeros((*a.values.shape[:-1], b.values.shape[-2]))
-        return Raw(zeros, zeros.clone(), 0.0, a.exponent, b.exponent)
+        return Raw(
+            high=zeros,
+            low=zeros.clone(),
+            truncated=0.0,
+            roundings=0.0,
+            unit=1.0,
+            rows=a.exponent,
+            columns=b.exponent,
+        )
     if plan.scheme == RESIDUES:
         by_residues = schemes.complex_by_residues if is_complex else schemes.by_residues
         return by_residues(a, b, plan.parts, engine)
@@ -186,24 +204,22 @@ def _finish(
     return high, apply_exponents(raw.low, raw.rows, raw.columns)
 
 
-def _bound(raw: Raw, high: Tensor, output: str) -> Tensor:
+def _bound(raw: Raw, error: Tensor, high: Tensor, output: str) -> Tensor:
     """What each element may be off, [batch, m, n]."""
     if output == NEAREST:
         return _rounding(high)
-    error = torch.as_tensor(raw.error, dtype=torch.float64, device=high.device).expand(high.shape)
-    bound = apply_exponents(error, raw.rows, raw.columns) * (1 + 4 * UNIT) + SMALLEST
-    if output == FLOAT64:
-        return bound + _rounding(high)
-    return bound + high.abs() * (2 * ADDED_UP) + SMALLEST
+    bound = apply_exponents(error, raw.rows, raw.columns) * (1 + 4 * UNIT) + 2 * SMALLEST
+    return bound + _rounding(high) if output == FLOAT64 else bound
 
 
 def _rounding(high: Tensor) -> Tensor:
     return high.abs() * (UNIT * (1 + 4 * UNIT)) + SMALLEST
 
 
-def _with_native(bound: Tensor, a: Operand, b: Operand, plan: Plan) -> Tensor:
-    """The bound with that of native products, k * 2^-53 |A||B|, where they were taken."""
-    bound = bound.clone()
+def _beyond(bound: Tensor, high: Tensor, a: Operand, b: Operand, plan: Plan) -> Tensor:
+    """The bound with that of exact pairs and of native products, k * 2^-53 |A||B|, put in."""
+    if plan.exact is not None:
+        bound = torch.where(plan.exact, high.abs() * ADDED_UP + 2 * SMALLEST, bound)
     is_native = plan.native_rows.unsqueeze(-1) | plan.native_columns.unsqueeze(-2)
     if not bool(is_native.any()):
         return bound

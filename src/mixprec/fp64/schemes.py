@@ -9,25 +9,49 @@ import torch
 from torch import Tensor
 
 from mixprec.fp64 import residues, slices
+from mixprec.fp64.arithmetic import UNIT, scale
 from mixprec.fp64.engines import Engine
 from mixprec.fp64.plan import Operand
 from mixprec.fp64.residues import Norms
-from mixprec.fp64.sums import accumulated_error, add_up
+from mixprec.fp64.sums import ADDED_UP, add_up, roundings
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Raw:
     """A result before the exponents of rows and columns.
 
-    hi + lo is within error + ``ADDED_UP`` * |hi| of the product; ``error`` is one bound for all
-    elements or one for each, [batch, m, n], in the same units.
+    Attributes:
+        high, low: [batch, m, n], the product but for ``error_of``.
+        truncated: What the scheme leaves out, in the same units: one bound, or one an element.
+        roundings: What adding up loses, in units of the sum of absolute terms.
+        unit: How many of the units a product of elements just below 1 has.
+        rows, columns: The exponents of one unit.
     """
 
     high: Tensor
     low: Tensor
-    error: Tensor | float
+    truncated: Tensor | float
+    roundings: float
+    unit: float
     rows: Tensor
     columns: Tensor
+
+
+def error_of(raw: Raw, a: Operand, b: Operand) -> Tensor:
+    """Bound on |hi + lo - product| in the units of raw, [batch, m, n]."""
+    error = raw.high.abs() * ADDED_UP + raw.truncated
+    if raw.roundings:
+        # slices with their signs are at most 3 |x| together, and so terms at most 10 |A||B|
+        error += _magnitudes(a, b) * (10 * raw.roundings * raw.unit)
+    return error
+
+
+def _magnitudes(a: Operand, b: Operand) -> Tensor:
+    """|A||B| with the exponents of rows and columns taken off, not below."""
+    length = a.values.shape[-1]
+    x, y = (scale(z.values, -z.exponent.unsqueeze(-1)).abs_() for z in (a, b))
+    # what underflows is below the last term
+    return (x @ y.mT).mul_(1 + 4 * (length + 2) * UNIT).add_(length * 2.0**-1000)
 
 
 def by_slices(
@@ -39,22 +63,22 @@ def by_slices(
     right = slices.cut(b.values, b.exponent, width, parts, dtype=engine.dtype, is_reversed=True)
     multiply_slices = slices.multiply_by_own if is_symmetric else slices.multiply
     terms = multiply_slices(left, right, engine)
-    high, low = add_up(terms)
-    length = a.values.shape[-1]
+    high, low = add_up(terms, plain=terms[0].exponent + slices.PLAIN_BITS - width)
     # in units of the leading slices: an element below 1 is 2^(w - 1) of them
-    one = 4.0 ** (width - 1)
-    rest = length * parts * one * 2.0**-width
-    truncated = length * slices.dropped(width, parts) * one
+    unit = 4.0 ** (width - 1)
     return Raw(
-        high,
-        low,
-        accumulated_error(len(terms), rest) + truncated,
-        a.exponent - (width - 1),
-        b.exponent - (width - 1),
+        high=high,
+        low=low,
+        truncated=a.values.shape[-1] * slices.dropped(width, parts) * unit,
+        roundings=roundings(len(terms)),
+        unit=unit,
+        rows=a.exponent - (width - 1),
+        columns=b.exponent - (width - 1),
     )
 
 
 def by_residues(a: Operand, b: Operand, count: int, engine: Engine) -> Raw:
+    """The product by so many moduli."""
     used = residues.moduli(engine.width, count)
     mu, nu, error = _residue_scaling(a, b, used)
     left = residues.residues(a.values, mu, used, engine.width)
@@ -101,4 +125,13 @@ def _remaindered(
     residue = torch.cat(list(products), -2)
     terms = residues.remaindered(residue, used)
     high, low = add_up(terms)
-    return Raw(high, low, error * (1 + 2.0**-40), -mu, -nu)
+    # the leading term that is not 0 outweighs the others: ADDED_UP covers what adding them loses
+    return Raw(
+        high=high,
+        low=low,
+        truncated=error * (1 + 2.0**-40),
+        roundings=0.0,
+        unit=1.0,
+        rows=-mu,
+        columns=-nu,
+    )

@@ -21,16 +21,22 @@ units, accumulation along an anti-diagonal); Schwarz et al. 2025 and NVIDIA's cu
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from mixprec.fp64.arithmetic import exponent_of, fast_two_sum, scale, two_sum
+from mixprec.fp64.arithmetic import exponent_of, fast_two_sum, scale
 from mixprec.fp64.engines import Engine
 
-MOST_PARTS_BITS = 1000
-"""Bits of all slices together, at most: beyond, scaled elements would underflow unnoticed."""
+MOST_PARTS_BITS = 600
+"""Bits of all slices together, at most: so that no unit of theirs comes near the end of float64."""
+PLAIN_BITS = 44
+"""Terms up to this, less the width, above the least significant may round when they are added.
+
+Their roundings, at most five of 2^-53 of a sum below 2 s k, are within 2^-5 s of what is dropped.
+"""
 # sums of blocks along the contraction are kept in two parts, each exact for 2^25 blocks
 _LOW_BITS = 27
 
@@ -69,10 +75,10 @@ def parts_for(bits: int, width: int) -> int:
 def dropped(width: int, parts: int) -> float:
     """Bound on what one product of elements below 1 loses to the slices left out.
 
-    2^(-w s) * (2 + (s - 1) (1 + 2^(2 - w))): the rest of each element times the other, and the
-    pairs beyond the last anti-diagonal.
+    2^(-w s) * (2 + (s - 1) (1 + 2^(2 - w))), the rest of each element times the other and the
+    pairs beyond the last anti-diagonal, and a twentieth more for additions that round.
     """
-    return 2.0 ** (-width * parts) * (2.1 + (parts - 1) * (1 + 2.0 ** (2 - width)))
+    return 1.05 * 2.0 ** (-width * parts) * (2.1 + (parts - 1) * (1 + 2.0 ** (2 - width)))
 
 
 def row_exponents(amax: Tensor, width: int) -> Tensor:
@@ -111,11 +117,15 @@ def cut(
     digits = _side_by_side(x, parts)
     slots = [digits[..., p * length : (p + 1) * length] for p in range(parts)]
     slots = slots[::-1] if is_reversed else slots
-    for slot in slots[:-1]:
-        torch.round(rest, out=slot)
-        rest.sub_(slot).mul_(1 << width)
-    torch.round(rest, out=slots[-1])
-    _carry(slots, digits, width)
+    largest = []
+    for index, slot in enumerate(slots):
+        # halves upward: what is left of them, -1/2, needs no carry, and last bits often are halves
+        torch.add(rest, 0.5, out=slot).floor_()
+        # now, while the slice is in the cache: what a carry would look for
+        largest.append(slot.amax() if slot.numel() else rest.new_zeros(()))
+        if index < parts - 1:
+            rest.sub_(slot).mul_(1 << width)
+    _carry(slots, torch.stack(largest).tolist(), width)
     return Slices(digits.to(dtype), parts)
 
 
@@ -127,16 +137,19 @@ def _side_by_side(x: Tensor, parts: int) -> Tensor:
     return x.new_empty((batch, parts * length, rows)).mT
 
 
-def _carry(slots: list[Tensor], digits: Tensor, width: int) -> None:
+def _carry(slots: list[Tensor], largest: list[float], width: int) -> None:
     """Moves 2^(w - 1), which the width does not hold, to the slice above, as 1 there."""
     over = 1 << width - 1
-    if not digits.numel() or float(digits.amax()) < over:
-        return
-    for upper, lower in zip(slots[-2::-1], slots[:0:-1], strict=True):
-        # rare: one in 2^width of random digits
-        place = (lower >= over).nonzero(as_tuple=True)
-        lower[place] -= 1 << width
-        upper[place] += 1
+    for index in range(len(slots) - 1, 0, -1):
+        if largest[index] < over:
+            continue
+        # few rows: one in 2^width of random digits
+        rows = (slots[index].amax(-1) >= over).nonzero(as_tuple=True)
+        lower, above = slots[index][rows], slots[index - 1][rows]
+        carry = (lower >= over).to(lower.dtype)
+        slots[index][rows] = lower.sub_(carry, alpha=1 << width)
+        slots[index - 1][rows] = above.add_(carry)
+        largest[index - 1] = max(largest[index - 1], float(above.amax()))
 
 
 def multiply(a: Slices, b: Slices, engine: Engine) -> list[Term]:
@@ -150,8 +163,8 @@ def multiply(a: Slices, b: Slices, engine: Engine) -> list[Term]:
     for q in range(parts, 0, -1):
         left = a.digits[..., : q * length]
         right = b.digits[..., (parts - q) * length :]
-        exponent = -width * (q - 1)
-        terms += [Term(sums, exponent) for sums in exact_sums(left, right, engine)]
+        sums = exact_sum(_blocks(left, right, engine), q * length <= engine.capacity)
+        terms += [Term(integer, -width * (q - 1)) for integer in sums]
     return terms
 
 
@@ -164,43 +177,42 @@ def multiply_by_own(a: Slices, b: Slices, engine: Engine) -> list[Term]:
         pairs, start = q // 2, (parts - q) * length
         middle = pairs * length
         left, right = a.digits[..., :middle], b.digits[..., start : start + middle]
-        sums = (
-            [_with_mirror_image(half) for half in exact_sums(left, right, engine)] if pairs else []
-        )
+        halves = _blocks(left, right, engine)
+        blocks = [x for half in halves for x in (half, half.mT)]
         if q % 2:
             own = a.digits[..., middle : middle + length]
             mirrored = b.digits[..., start + middle : start + middle + length]
-            sums.append(exact_sums(own, mirrored, engine))
-        flat = [integer for group in sums for integer in group]
-        if q * length <= engine.capacity:
-            flat = [functools.reduce(torch.add, flat)]
-        terms += [Term(integer, -width * (q - 1)) for integer in flat]
+            blocks += _blocks(own, mirrored, engine)
+        sums = exact_sum(blocks, q * length <= engine.capacity)
+        terms += [Term(integer, -width * (q - 1)) for integer in sums]
     return terms
 
 
-def _with_mirror_image(half: Tensor) -> list[Tensor]:
-    total, error = two_sum(half, half.mT)
-    return [error, total]
+def _blocks(a: Tensor, b: Tensor, engine: Engine) -> Iterator[Tensor]:
+    """The products of blocks along the contraction, as long as the engine takes."""
+    for start in range(0, a.shape[-1], engine.capacity):
+        block = slice(start, start + engine.capacity)
+        yield engine.dot(a[..., block], b[..., block])
 
 
-def exact_sums(a: Tensor, b: Tensor, engine: Engine) -> list[Tensor]:
-    """The product over the last axis as one exact float64, or a sum of two.
+def exact_sum(blocks: Iterable[Tensor], fits: bool) -> list[Tensor]:
+    """The sum of integers as one exact float64, or as the rounded sum and what that leaves.
 
-    Longer contractions than the engine takes go in blocks. The two depend on the sum alone, not on
-    the blocks: the first is the sum rounded to float64, the second the rest.
+    Args:
+        blocks: Integers, all of one shape.
+        fits: Whether every sum of them is within 2^53.
+
+    Returns:
+        [sum], or [rest, sum rounded to float64]: what the exact sum decides, not the blocks.
     """
-    length, capacity = a.shape[-1], engine.capacity
-    if length <= capacity:
-        return [engine.dot(a, b)]
+    if fits:
+        return [functools.reduce(torch.add, blocks)]
     unit = 1 << _LOW_BITS
-    high = torch.zeros((*a.shape[:-1], b.shape[-2]), dtype=torch.float64, device=a.device)
-    low = torch.zeros_like(high)
-    for start in range(0, length, capacity):
-        block = slice(start, start + capacity)
-        sums = engine.dot(a[..., block], b[..., block])
-        upper = torch.floor(sums * (1 / unit))
-        high += upper
-        low += sums.sub_(upper, alpha=unit)
+    low, high = torch.zeros(2, dtype=torch.float64).unbind()
+    for block in blocks:
+        upper = torch.floor(block * (1 / unit))
+        low = low.to(block.device) + torch.sub(block, upper, alpha=unit)
+        high = high.to(block.device) + upper
     # the low part below one unit, so that both are what the whole sum decides
     carry = torch.floor(low * (1 / unit))
     low.sub_(carry, alpha=unit)

@@ -3,13 +3,14 @@ columns.
 
     hi + lo = sum of the terms,   hi = RN(hi + lo)
 
-Exactness: without its last bits, about 2^-106 of the sum; ``accumulated_error`` bounds it. The
+Exactness: without its last bits, about 2^-106 of the sum; ``ADDED_UP`` of it and
+``roundings`` bound that. The
 order is fixed, the least significant term first, so that equal terms give equal bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -18,32 +19,43 @@ from mixprec.fp64.arithmetic import UNIT, power_of_two, scale
 from mixprec.fp64.slices import Term
 
 ADDED_UP = 2.0**-103
-"""The share of a result that ``add_up`` may lose."""
+"""The share of its result that ``add_up`` may lose."""
 # rows and columns of exponents within this, applied one after the other, leave hi normal
 _SAFE_EXPONENT = 400
 # half a MiB a tensor: a few of them stay in a processor's cache, and two threads share the work
 _BLOCK_ELEMENTS = 1 << 16
 
 
-def add_up(terms: Sequence[Term]) -> tuple[Tensor, Tensor]:
-    """(hi, lo) of the terms, given the least significant first; the terms are used up."""
-    high = terms[0].integer.mul_(2.0 ** terms[0].exponent)
+def add_up(terms: Sequence[Term], plain: int | None = None) -> tuple[Tensor, Tensor]:
+    """(hi, lo) of the terms, given the least significant first; the terms are used up.
+
+    Args:
+        terms: What to add.
+        plain: Terms of exponents up to this are added with a rounding each, the others exactly.
+    """
+    first, *others = terms
+    high = first.integer.mul_(2.0**first.exponent)
     low = torch.zeros_like(high)
     step = max(1, _BLOCK_ELEMENTS // max(high[..., :1, :].numel(), 1))
     for start in range(0, high.shape[-2], step):
         rows = slice(start, start + step)
-        addends = ((term.integer[..., rows, :], term.exponent) for term in terms[1:])
-        _add_block(high[..., rows, :], low[..., rows, :], addends)
+        blocks = [Term(term.integer[..., rows, :], term.exponent) for term in others]
+        _add_block(high[..., rows, :], low[..., rows, :], blocks, plain)
     return high, low
 
 
-def _add_block(high: Tensor, low: Tensor, addends: Iterable[tuple[Tensor, int]]) -> None:
-    """Adds scaled terms to high + low in place, and leaves high = RN(high + low)."""
+def _add_block(high: Tensor, low: Tensor, terms: Sequence[Term], plain: int | None) -> None:
+    """Adds terms to high + low in place, and leaves high = RN(high + low)."""
+    exact = [term for term in terms if plain is None or term.exponent > plain]
+    for term in terms[: len(terms) - len(exact)]:
+        high.add_(term.integer, alpha=2.0**term.exponent)
     total, spare = torch.empty_like(high), torch.empty_like(high)
-    for term, exponent in addends:
-        _two_sum_into(high, term.mul_(2.0**exponent), total, spare)
-        low.add_(term)
-    _two_sum_into(high, low, total, spare)
+    for term in exact:
+        scaled = term.integer.mul_(2.0**term.exponent)
+        _two_sum_into(high, scaled, total, spare)
+        low.add_(scaled)
+    if len(exact) > 1:
+        _two_sum_into(high, low, total, spare)
 
 
 def _two_sum_into(a: Tensor, b: Tensor, total: Tensor, spare: Tensor) -> None:
@@ -56,21 +68,19 @@ def _two_sum_into(a: Tensor, b: Tensor, total: Tensor, spare: Tensor) -> None:
     a.copy_(total)
 
 
-def accumulated_error(terms: int, largest: float) -> float:
-    """Bound on what ``add_up`` loses besides ``ADDED_UP`` of its result, in units of its terms.
+def roundings(terms: int) -> float:
+    """What ``add_up`` loses besides, in units of the sum of absolute terms: low rounds each time.
 
-    Args:
-        terms: How many there were.
-        largest: Bound on the sum of the absolute values of all but the most significant.
+    low is at most ``terms`` roundings of that sum, and rounds as often itself.
     """
-    return 16 * UNIT**2 * terms * largest
+    return 2 * (terms * UNIT) ** 2
 
 
 def apply_exponents(x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """x[batch, m, n] * 2^(rows[batch, m] + columns[batch, n]), rounded once."""
+    """x[batch, m, n] * 2^(rows[batch, m] + columns[batch, n]), rounded once; may use x up."""
     if max(_largest(rows), _largest(columns)) <= _SAFE_EXPONENT:
-        by_row = x * power_of_two(rows).unsqueeze(-1)
-        return by_row.mul_(power_of_two(columns).unsqueeze(-2))
+        x *= power_of_two(rows).unsqueeze(-1)
+        return x.mul_(power_of_two(columns).unsqueeze(-2))
     return scale(x, rows.unsqueeze(-1) + columns.unsqueeze(-2))
 
 
