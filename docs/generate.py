@@ -77,6 +77,7 @@ def product(gemm: GemmSpec) -> str:
     """One product in words: its operands, and what the result is rounded to."""
     a, b = operand(gemm.a), operand(gemm.b)
     words = f"{a} both" if a == b else f"{a}; {b}"
+    words += ", exact sums" if gemm.is_exact else ""
     return words if gemm.out is None else f"{words}, result {operand(gemm.out)}"
 
 

@@ -23,8 +23,8 @@ def test_variant_changes_the_sums_of_narrow_products_alone(name: str, model: str
     variant = with_accumulate(recipe, model)
     for product in PRODUCTS:
         gemm, changed = getattr(recipe, product), getattr(variant, product)
-        assert changed.accumulate == (model if gemm.is_narrow else "fp32")
-        assert replace(changed, accumulate="fp32") == gemm
+        assert changed.accumulate == (model if gemm.is_narrow else gemm.accumulate)
+        assert replace(changed, accumulate=gemm.accumulate) == gemm
     assert (variant is recipe) == (name not in NARROW)
     assert variant.name == (f"{name}_{model}" if name in NARROW else name)
     assert with_accumulate(variant, "fp32") == recipe

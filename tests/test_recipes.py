@@ -26,6 +26,7 @@ BF16, FP16 = (
 
 DEFINED = {
     "fp64": (None,) * 6,
+    "fp64_emulated": (None,) * 6,
     "fp32": (None,) * 6,
     "bf16": (BF16,) * 6,
     "fp16": (FP16,) * 6,
@@ -74,7 +75,10 @@ def test_operands_are_named_by_product_and_side() -> None:
 @pytest.mark.parametrize("name", RECIPES)
 def test_only_native_recipes_are_high_precision(name: str) -> None:
     recipe = RECIPES[name]
-    assert recipe.is_high_precision == all(spec is None for spec in recipe.specs)
+    is_exact = {getattr(recipe, product).is_exact for product in PRODUCTS}
+    assert is_exact == {name == "fp64_emulated"}
+    is_unquantised = all(spec is None for spec in recipe.specs)
+    assert recipe.is_high_precision == (is_unquantised and is_exact == {False})
     assert recipe.is_high_precision == (name in ("fp32", "fp64"))
 
 
@@ -188,7 +192,7 @@ def test_value_is_its_own_recipe() -> None:
         ("fp8_tensorwize", "did you mean fp8_tensorwise"),
         ("rowwice", "did you mean .*rowwise"),
         ("fp8-delayed", "did you mean fp8_delayed"),
-        ("zebra", "no.* is near it; choose from fp64, fp32, tf32, bf16, fp16"),
+        ("zebra", "no.* is near it; choose from fp64, fp64_emulated, fp32, tf32, bf16"),
     ],
 )
 def test_unknown_name_is_answered_with_near_ones(name: str, near: str) -> None:

@@ -14,6 +14,7 @@ Around = tuple[str, str, str, Any]
 PLAIN: Around = ("fp32", "fp32", "plain", None)
 AROUND: dict[str, Around] = {
     "fp64": ("fp64", "fp64", "plain", None),
+    "fp64_emulated": ("fp64", "fp64", "plain", None),
     "bf16": ("bf16", "fp32", "plain", None),
     "fp16": ("fp16", "fp32", "plain", "dynamic"),
     "bf16_pure": ("bf16", "bf16", "stochastic", None),

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from mixprec.gemm.api import GemmSpec, Operand, check_impl, multiply, prepare
-from mixprec.modes import without_modes
 from mixprec.hadamard import padded_length
+from mixprec.modes import without_modes
 from mixprec.noise import Noise
 from mixprec.policy import active_dtype, recomputed_alike
 from mixprec.quantization import QuantizedTensor, QuantSpec, quantize, requantize
@@ -285,7 +285,8 @@ def linear(
     The three products of the module docstring, each operand quantised by ``recipe.specs``.
 
     Args:
-        x: [..., K], float16, bfloat16, float32 or float64; inside a region of 16
+        x: [..., K], float16, bfloat16, float32 or float64 (exact sums widen the others, which
+            loses nothing); inside a region of 16
             bits, ours or ``torch.autocast``, it is cast to its type first (float64 is not).
         weight: [N, K], of any of these types; quantised from its own values.
         bias: [N]; added in FP32 before the output is rounded.

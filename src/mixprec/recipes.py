@@ -21,7 +21,7 @@ from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from mixprec.formats import FORMATS, lookup
-from mixprec.gemm.accumulation import FP32, MODELS, check_accumulate
+from mixprec.gemm.accumulation import EXACT, FP32, MODELS, check_accumulate
 from mixprec.gemm.api import GemmSpec
 from mixprec.quant_spec import UNSCALED, QuantSpec
 from mixprec.recipe_fields import DYNAMIC, PRODUCTS, Base, Update, check_recipe
@@ -31,6 +31,7 @@ from mixprec.serialization import check_keys, gemm_from, to_plain
 OPERANDS = tuple(f"{product}.{side}" for product in PRODUCTS for side in ("a", "b"))
 """Paths of the six operands in a recipe; an operand's place here is its position."""
 _HIGH_PRECISION = GemmSpec()
+_EXACT = GemmSpec(accumulate=EXACT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,8 +80,8 @@ class Recipe:
 
     @property
     def is_high_precision(self) -> bool:
-        """Whether no operand is quantised, so that a layer is best left as it is."""
-        return all(spec is None for spec in self.specs)
+        """Whether every product is torch's own, so that a layer is best left as it is."""
+        return all(getattr(self, product).is_plain for product in PRODUCTS)
 
     def to_dict(self) -> dict[str, Any]:
         """The recipe as plain values, for TOML and JSON; formats of the table by name."""
@@ -182,6 +183,12 @@ def _pure(mixed: Recipe) -> Recipe:
     )
 
 
+_FP64 = Recipe(
+    name="fp64",
+    description="native double precision, nothing quantised",
+    base="fp64",
+    parameters="fp64",
+)
 _E4M3, _E5M2 = FORMATS["e4m3"], FORMATS["e5m2"]
 _HISTORY = 16
 _ROW = QuantSpec(format=_E4M3, block=(1, -1), scale_rule="pow2")
@@ -200,11 +207,11 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
     {
         recipe.name: recipe
         for recipe in (
-            Recipe(
-                name="fp64",
-                description="native double precision, nothing quantised",
-                base="fp64",
-                parameters="fp64",
+            _FP64,
+            replace(
+                replace(_FP64, output=_EXACT, grad_input=_EXACT, grad_weight=_EXACT),
+                name="fp64_emulated",
+                description="double precision from exact products of small integers",
             ),
             Recipe(name="fp32", description="native single precision, nothing quantised"),
             _products(

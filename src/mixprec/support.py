@@ -178,6 +178,8 @@ class _Place:
 
     def why_not_product(self, gemm: GemmSpec) -> str | None:
         """Why a product does not run natively here, or None."""
+        if gemm.is_exact:
+            return "exact sums: made of integer products, no unit adds like that"
         specs = _specs(gemm)
         if not specs:
             return None
@@ -248,11 +250,13 @@ def _specs(gemm: GemmSpec) -> list[QuantSpec]:
 def _is_native(gemm: GemmSpec, impl: str) -> bool:
     """Whether the units behind an implementation multiply a product's own formats."""
     own = _UNIT_FORMATS.get(impl, ())
-    return impl == _PLAIN or all(spec.format in own for spec in _specs(gemm))
+    return impl == _PLAIN or (
+        not gemm.is_exact and all(spec.format in own for spec in _specs(gemm))
+    )
 
 
 def _pick(gemm: GemmSpec, device: torch.device) -> tuple[str, str]:
     """The implementation of a product, and the reason."""
-    if gemm == GemmSpec():
+    if gemm.is_plain:
         return _PLAIN, "high precision: torch's own product"
     return resolve_spec(gemm, device, torch.float32)

@@ -311,15 +311,25 @@ def test_another_thread_multiplies_natively() -> None:
 
 def test_two_threads_each_in_a_context_of_its_own() -> None:
     found: list[tuple[float, int]] = []
+    is_open, is_closed = threading.Event(), threading.Event()
 
-    def multiply() -> None:
+    def first() -> None:
         with emulate() as done:
-            total = sum((ROW @ COLUMN).item() for _ in range(20))
+            is_open.set()
+            # torch keeps a flag of the process, which contexts that do not nest leave set
+            total = sum((ROW @ COLUMN).item() for _ in range(20)) + is_closed.wait(60) - 1
         found.append((total, done.emulated))
 
-    threads = [threading.Thread(target=multiply) for _ in range(2)]
+    def second() -> None:
+        is_open.wait(60)
+        with emulate() as done:
+            total = sum((ROW @ COLUMN).item() for _ in range(10))
+        is_closed.set()
+        found.append((total, done.emulated))
+
+    threads = [threading.Thread(target=work) for work in (first, second)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == [(0.0, 20)] * 2
+    assert sorted(found) == [(0.0, 10), (0.0, 20)]

@@ -263,7 +263,7 @@ def test_auto_chooses_the_emulation_on_a_cpu_and_says_why() -> None:
     assert chosen == "emulated"
     assert "CPU" in reason
     assert resolve(q, q, torch.float32, "scaled_mm") == ("scaled_mm", "asked for")
-    assert IMPLS == ("scaled_mm", "bf16_mm", "fp16_mm", "emulated")
+    assert IMPLS == ("scaled_mm", "bf16_mm", "fp16_mm", "emulated", "exact")
     assert reason.count("device: got cpu") == 1
 
 

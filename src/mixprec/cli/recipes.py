@@ -150,11 +150,14 @@ def _show_recipe(recipe: Recipe, as_json: bool) -> None:
 
 def _around(recipe: Recipe) -> list[tuple[str, str]]:
     """What a recipe does outside the products of a layer."""
+    from mixprec.gemm.accumulation import FP32
     from mixprec.recipes import NARROW, PRODUCTS
 
     is_narrow = recipe.parameters in NARROW
     norms = ", batch normalisations fp32" if recipe.keep_batchnorm_fp32 else ""
     results = [getattr(recipe, product).out for product in PRODUCTS]
+    sums = [getattr(recipe, product).accumulate for product in PRODUCTS]
+    added = [("sums of products", ", ".join(dict.fromkeys(sums)))] if set(sums) != {FP32} else []
     out = ", ".join(dict.fromkeys(str(spec.format) if spec else "not rounded" for spec in results))
     return [
         ("base, for everything else", recipe.base),
@@ -162,6 +165,7 @@ def _around(recipe: Recipe) -> list[tuple[str, str]]:
         ("update", recipe.update if is_narrow else f"in {recipe.parameters}"),
         ("loss scale", "none" if recipe.loss_scale is None else f"{recipe.loss_scale}"),
         ("results of products", out),
+        *added,
     ]
 
 

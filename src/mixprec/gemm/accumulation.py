@@ -1,10 +1,12 @@
-"""How products are added up: in FP32, or as matrix units add that keep fewer bits.
+"""How products are added up: in FP32, as matrix units add that keep fewer bits, or exactly.
 
     hopper:  acc' = cut(acc) + cut(p_1) + ... + cut(p_32)
              cut(t) = t toward zero to a multiple of 2^(e - 13), e the exponent of the largest
 
 ``hopper_promoted`` adds acc to an FP32 sum after every 128 elements of the contraction and clears
 it. Both are models of Hopper's FP8 units after published measurements, not a vendor's statement.
+``exact`` is of two operands in high precision: a product in float64 made of exact ones of small
+integers (``fp64.matmul``), no element of which is further off than a native DGEMM's may be.
 
 Exactness: the models bit for bit, for operands of at most 24 digits each. Products and sums are
 computed in float64, where 33 multiples of 2^(e - 13) below 2^(e + 1) add exactly in any order.
@@ -22,8 +24,9 @@ from typing import Literal, cast, get_args
 import torch
 from torch import Tensor
 
-Accumulate = Literal["fp32", "hopper", "hopper_promoted"]
+Accumulate = Literal["fp32", "hopper", "hopper_promoted", "exact"]
 FP32: Accumulate = "fp32"
+EXACT: Accumulate = "exact"
 
 _INSTRUCTION = 32
 _KEPT_BITS = 13
@@ -50,7 +53,7 @@ MODELS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = MappingProxyType(
 
 
 def check_accumulate(name: str) -> Accumulate:
-    """The name itself, if it is ``fp32`` or one of ``MODELS``."""
+    """The name itself, if it is ``fp32``, ``exact`` or one of ``MODELS``."""
     for known in get_args(Accumulate):
         if name == known:
             return cast(Accumulate, known)

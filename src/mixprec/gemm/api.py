@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from mixprec.formats import FloatFormat
-from mixprec.gemm.accumulation import FP32, Accumulate, check_accumulate
-from mixprec.gemm.impl import emulated, half_mm, scaled_mm
+from mixprec.gemm.accumulation import EXACT, FP32, MODELS, Accumulate, check_accumulate
+from mixprec.gemm.impl import emulated, exact, half_mm, scaled_mm
 from mixprec.gemm.native import first_reason
 from mixprec.noise import Noise
 from mixprec.quant_spec import UNSCALED
@@ -50,10 +50,12 @@ _IMPLS: dict[str, _Impl] = {
     "bf16_mm": half_mm.BF16,
     "fp16_mm": half_mm.FP16,
     "emulated": emulated,
+    "exact": exact,
 }
 IMPLS = tuple(_IMPLS)
-"""The implementations, in the order in which ``auto`` asks them."""
-_EMULATED = "emulated"
+"""The implementations, in the order in which ``auto`` asks them; it never comes to the last one,
+which exact sums alone ask for."""
+EMULATED = "emulated"
 _NARROW = 8
 
 
@@ -66,7 +68,8 @@ class GemmSpec:
         b: How b[N, K] is quantised.
         out: How the result is rounded before it is held in its type; without a scale.
         accumulate: How products are added: in ``fp32``, or by a model of units that add in fewer
-            bits (``accumulation.MODELS``), for two operands of 8 bits or less; emulated only.
+            bits (``accumulation.MODELS``), for two operands of 8 bits or less; emulated only. Or
+            ``exact``, for two operands of high precision, in float64 by integer products.
     """
 
     a: QuantSpec | None = None
@@ -91,7 +94,13 @@ class GemmSpec:
                 f"out: got {self.out}; a result is rounded to nearest without a scale; use "
                 "QuantSpec(format=..., scale_rule='none')"
             )
-        if check_accumulate(self.accumulate) != FP32 and not self.is_narrow:
+        rounded = [name for name in ("a", "b", "out") if getattr(self, name) is not None]
+        if check_accumulate(self.accumulate) == EXACT and rounded:
+            raise ValueError(
+                f"accumulate: got {EXACT!r} with a spec for {', '.join(rounded)}; it is of two "
+                "operands in high precision; leave them as they are, or use 'fp32'"
+            )
+        if self.accumulate in MODELS and not self.is_narrow:
             raise ValueError(
                 f"accumulate: got {self.accumulate!r} with operands {self.a} and {self.b}; the "
                 "models are of units for operands of 8 bits or less; use 'fp32'"
@@ -101,6 +110,16 @@ class GemmSpec:
     def is_narrow(self) -> bool:
         """Whether both operands are quantised to 8 bits or less."""
         return all(spec is not None and spec.format.bits <= _NARROW for spec in (self.a, self.b))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is torch's own product: nothing quantised, added up as usual."""
+        return self.a is None and self.b is None and self.out is None and self.accumulate == FP32
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it multiplies in float64, with exact sums."""
+        return self.accumulate == EXACT
 
 
 def _is_transformed(spec: QuantSpec | None) -> bool:
@@ -118,11 +137,17 @@ def _choose(
     a: Operand, b: Operand, out_dtype: torch.dtype, impl: str, accumulate: Accumulate = FP32
 ) -> tuple[str, list[str]]:
     """The implementation, and why those before it in ``IMPLS`` were passed by."""
+    if accumulate == EXACT:
+        # of two operands in high precision every name means auto
+        reason = exact.why_not(a, b, out_dtype)
+        if reason is not None:
+            raise ValueError(reason)
+        return EXACT, ["exact sums, made of exact products of small integers"]
     if accumulate != FP32:
         why = f"accumulate: got {accumulate!r}; only the emulation adds like that"
-        if impl not in ("auto", _EMULATED):
+        if impl not in ("auto", EMULATED):
             raise ValueError(f"impl: got {impl!r}; {why}; use impl='auto' or 'emulated'")
-        return _EMULATED, [why]
+        return EMULATED, [why]
     is_quantised = isinstance(a, QuantizedTensor) or isinstance(b, QuantizedTensor)
     if impl != "auto" and is_quantised:
         reason = _IMPLS[impl].why_not(a, b, out_dtype)
@@ -216,7 +241,7 @@ def multiply(
     rounds = out is not None and SOURCE_FORMATS[out_dtype] != out.format
     sum_dtype = torch.float32 if rounds else out_dtype
     name, _ = _choose(a, b, sum_dtype, impl, accumulate)
-    if accumulate == FP32:
+    if accumulate not in MODELS:
         result = _IMPLS[name].matmul(a, b, bias=bias, out_dtype=sum_dtype)
     else:
         result = emulated.matmul(a, b, bias=bias, out_dtype=sum_dtype, accumulate=accumulate)
@@ -303,7 +328,7 @@ def quantized_matmul(
             and after ``gemm_spec.out`` has.
         noise: For stochastic rounding; a draws from its stream, b from the next one, the result
             from the one after.
-        impl: ``auto``, ``scaled_mm``, ``bf16_mm``, ``fp16_mm`` or ``emulated``; an explicit choice
+        impl: ``auto``, a name in ``IMPLS``; an explicit choice
             never falls back.
 
     Returns:

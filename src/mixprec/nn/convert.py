@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from mixprec.gemm.api import IMPLS, check_impl, resolve_spec
+from mixprec.formats import FloatFormat
+from mixprec.gemm.api import EMULATED, check_impl, resolve_spec
 from mixprec.nn.linear import QuantizedLinear, is_converted_class, plain_class, quantized_class
 from mixprec.nn.report import Report, ReportRow, Status
 from mixprec.nn.selection import (
@@ -23,7 +24,7 @@ from mixprec.nn.selection import (
     read_by_weight_of,
     recipe_patterns,
 )
-from mixprec.recipes import OPERANDS, Recipe
+from mixprec.recipes import OPERANDS, PRODUCTS, Recipe
 from mixprec.rounding import SOURCE_FORMATS
 
 
@@ -184,9 +185,7 @@ def _row(
     )
     if not isinstance(module, nn.Linear):
         return row
-    specs = (None,) * len(OPERANDS) if recipe is None else recipe.specs
-    own = SOURCE_FORMATS.get(module.weight.dtype)
-    formats = [own if spec is None else spec.format for spec in specs]
+    formats = _formats(module, recipe)
     words = [str(fmt or module.weight.dtype) for fmt in formats]
     pairs = zip(words[::2], words[1::2], strict=True)
     count = 0 if is_lazy(module.weight) else module.in_features * module.out_features
@@ -196,6 +195,17 @@ def _row(
         multiplications=count,
         bits=", ".join(str(width) for width in sorted({fmt.bits for fmt in formats if fmt})),
     )
+
+
+def _formats(module: nn.Linear, recipe: Recipe | None) -> list[FloatFormat | None]:
+    """Of the six operands; None where the weight has a type that is no format."""
+    own = SOURCE_FORMATS.get(module.weight.dtype)
+    if recipe is None:
+        return [own] * len(OPERANDS)
+    exact = SOURCE_FORMATS[torch.float64]
+    gemms = (getattr(recipe, product) for product in PRODUCTS)
+    high = [exact if gemm.is_exact else own for gemm in gemms for _ in "ab"]
+    return [spec.format if spec else other for spec, other in zip(recipe.specs, high, strict=True)]
 
 
 def _resolved(
@@ -221,10 +231,10 @@ def _resolve_recipe(
     choices = [
         resolve_spec(gemm, device, dtype, impl)
         for gemm in (recipe.output, recipe.grad_input, recipe.grad_weight)
-        if gemm.a is not None or gemm.b is not None
+        if not gemm.is_plain
     ]
     names = dict.fromkeys(name for name, _ in choices)
-    reasons = dict.fromkeys(reason for name, reason in choices if name != IMPLS[-1])
+    reasons = dict.fromkeys(reason for name, reason in choices if name != EMULATED)
     return "/".join(names), "; ".join(reasons)
 
 
