@@ -25,6 +25,7 @@ from mixprec.fp64.arithmetic import exponent_of, scale
 # TF32 or BF16 may stand in for FP32 products: 2 * 2^-8 for the operands; FP32 sums, k * 2^-23
 _OPERAND_MARGIN = 2.0**-6
 _SUM_MARGIN = 2.0**-23
+_SMALL_PRODUCT = 2.0**-147
 _LONGEST = 1 << 21
 _SPAN_BLOCK = 64
 _NO_EXPONENT = -math.inf
@@ -33,7 +34,7 @@ _TILE_ELEMENTS = 1 << 22
 
 
 def least_sums(a: Tensor, b: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """S from below, by one float32 product; 0 where it may have lost everything.
+    """S from below, by one float32 product; 0 or below where it may have lost everything.
 
     Args:
         a: float64 [batch, m, k], finite.
@@ -46,7 +47,9 @@ def least_sums(a: Tensor, b: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     # a part of a long contraction has a smaller sum, which bounds the whole from below
     a, b = a[..., :_LONGEST], b[..., :_LONGEST]
     sums = torch.matmul(_magnitudes(a, rows), _magnitudes(b, columns).mT)
-    return sums.mul_(1 - _OPERAND_MARGIN - _SUM_MARGIN * a.shape[-1])
+    # products in float32's subnormal range may have been rounded up
+    sums.mul_(1 - _OPERAND_MARGIN - _SUM_MARGIN * a.shape[-1])
+    return sums.sub_(a.shape[-1] * _SMALL_PRODUCT)
 
 
 def bits_lost(sums: Tensor, a: Tensor, b: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
@@ -59,7 +62,7 @@ def bits_lost(sums: Tensor, a: Tensor, b: Tensor, rows: Tensor, columns: Tensor)
     Returns:
         float32 [batch, m, n]; -inf where no product is other than 0, so that the result is exact.
     """
-    lost = math.log2(max(a.shape[-1], 1)) - torch.log2(sums)
+    lost = math.log2(max(a.shape[-1], 1)) - torch.log2(sums.clamp(min=0))
     for index in torch.isinf(lost).any(-1).any(-1).nonzero().flatten().tolist():
         _refine(lost[index], a[index], b[index], rows[index], columns[index])
     return lost

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_TEST_ROWS = 32
+_TEST_ROWS = 2
 _TEST_LENGTH = 1 << 10
 
 
@@ -192,22 +192,17 @@ def _fault(engine: Engine, device: torch.device) -> str | None:
 def _cases(engine: Engine, device: torch.device) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Operands that a sum in fewer bits gets wrong, with their products."""
     low, high = -(1 << engine.width - 1), (1 << engine.width - 1) - 1
-    length = engine.capacity
-    lowest = torch.full((1, _TEST_ROWS, length), low, dtype=torch.float64)
-    # the largest sum, less one: the last bit is seen only by an adder that keeps them all
-    last = lowest.clone()
-    last[..., -1] = 1
-    small = lowest.clone()
-    small[..., -1] = high
-    # large terms that cancel, among them ones
-    alternating = torch.full((1, _TEST_ROWS, length), high, dtype=torch.float64)
+    lowest = torch.full((1, _TEST_ROWS, engine.capacity), low, dtype=torch.float64)
+    # one less than the largest sum: its last bit is seen only where every one is kept
+    last, small = lowest.clone(), lowest.clone()
+    last[..., -1], small[..., -1] = 1, high
+    # large terms that cancel, and ones among them
+    alternating = torch.full_like(lowest, high)
     alternating[..., 1::2] = -high
-    alternating[..., :: _TEST_ROWS + 1] = 1
+    alternating[..., ::33] = 1
     generator = torch.Generator().manual_seed(0)
-    shape = (1, _TEST_ROWS, min(length, _TEST_LENGTH))
-    random = [
-        torch.randint(low, high + 1, shape, generator=generator).to(torch.float64) for _ in "ab"
-    ]
+    shape = (1, _TEST_ROWS, min(engine.capacity, _TEST_LENGTH))
+    random = torch.randint(low, high + 1, (2, *shape), generator=generator).to(torch.float64)
     pairs = [(lowest, lowest), (last, small), (alternating, last), (random[0], random[1])]
     return [
         (

@@ -123,6 +123,27 @@ def _check(
             f"output: got {output!r} with alpha, beta or c; more than float64 holds for the "
             "product alone; leave them out"
         )
+    if c is not None:
+        _check_c(c, a.dtype, _result_shape(a, b))
+    for name, factor in (("alpha", alpha), ("beta", beta)):
+        if isinstance(factor, complex) and not a.is_complex():
+            raise TypeError(
+                f"{name}: got {factor} for {a.dtype}; a complex factor needs complex operands; "
+                "convert them to torch.complex128"
+            )
+
+
+def _check_c(c: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    if c.dtype != dtype:
+        raise TypeError(f"c: got {c.dtype} beside {dtype}; both must be alike; convert one")
+    padded = (*[1] * (len(shape) - c.dim()), *c.shape)
+    fits = len(padded) == len(shape) and all(
+        given in (1, size) for given, size in zip(padded, shape, strict=True)
+    )
+    if not fits:
+        raise ValueError(
+            f"c: got shape {tuple(c.shape)}; must broadcast to the result's {shape}; reshape it"
+        )
 
 
 def _affine(product: Any, alpha: complex, beta: complex, c: Tensor | None) -> Any:

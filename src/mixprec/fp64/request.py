@@ -13,8 +13,8 @@ Output = Literal["float64", "double_double", "nearest"]
 FLOAT64, DOUBLE_DOUBLE, NEAREST = get_args(Output)
 AUTO, SLICES, RESIDUES = get_args(Scheme)
 
-# roundings of a pair take 2^-101 of a result at most
-LEAST_PAIR_RTOL = 2.0**-100
+# adding up the terms of a pair takes 2^-98 at most: 10 * roundings(5) and ADDED_UP
+LEAST_PAIR_RTOL = 2.0**-97
 """The least error that a pair of float64 can be asked for, in units of |A||B|."""
 
 

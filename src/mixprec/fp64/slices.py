@@ -21,6 +21,7 @@ units, accumulation along an anti-diagonal); Schwarz et al. 2025 and NVIDIA's cu
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -37,6 +38,9 @@ PLAIN_BITS = 44
 
 Their roundings, at most five of 2^-53 of a sum below 2 s k, are within 2^-5 s of what is dropped.
 """
+# just below 1/2: numbers just below a half would round up to the next integer with 1/2 itself, and
+# what is left of them would not fit float64
+_HALF = math.nextafter(0.5, 0.0)
 # sums of blocks along the contraction are kept in two parts, each exact for 2^25 blocks
 _LOW_BITS = 27
 
@@ -120,7 +124,7 @@ def cut(
     largest = []
     for index, slot in enumerate(slots):
         # halves upward: what is left of them, -1/2, needs no carry, and last bits often are halves
-        torch.add(rest, 0.5, out=slot).floor_()
+        torch.add(rest, _HALF, out=slot).floor_()
         # now, while the slice is in the cache: what a carry would look for
         largest.append(slot.amax() if slot.numel() else rest.new_zeros(()))
         if index < parts - 1:

@@ -20,6 +20,7 @@ from mixprec.fp64.slices import Term
 
 ADDED_UP = 2.0**-103
 """The share of its result that ``add_up`` may lose."""
+_FEW_TERMS = 5
 # rows and columns of exponents within this, applied one after the other, leave hi normal
 _SAFE_EXPONENT = 400
 # half a MiB a tensor: a few of them stay in a processor's cache, and two threads share the work
@@ -50,12 +51,19 @@ def _add_block(high: Tensor, low: Tensor, terms: Sequence[Term], plain: int | No
     for term in terms[: len(terms) - len(exact)]:
         high.add_(term.integer, alpha=2.0**term.exponent)
     total, spare = torch.empty_like(high), torch.empty_like(high)
+    last = torch.zeros_like(low) if len(exact) > _FEW_TERMS else None
     for term in exact:
         scaled = term.integer.mul_(2.0**term.exponent)
         _two_sum_into(high, scaled, total, spare)
-        low.add_(scaled)
+        if last is not None:
+            _two_sum_into(low, scaled, total, spare)
+            last.add_(scaled)
+        else:
+            low.add_(scaled)
     if len(exact) > 1:
         _two_sum_into(high, low, total, spare)
+    if last is not None:
+        _two_sum_into(high, low.add_(last), total, spare)
 
 
 def _two_sum_into(a: Tensor, b: Tensor, total: Tensor, spare: Tensor) -> None:
@@ -69,11 +77,14 @@ def _two_sum_into(a: Tensor, b: Tensor, total: Tensor, spare: Tensor) -> None:
 
 
 def roundings(terms: int) -> float:
-    """What ``add_up`` loses besides, in units of the sum of absolute terms: low rounds each time.
+    """What ``add_up`` loses besides, in units of the sum of absolute terms.
 
-    low is at most ``terms`` roundings of that sum, and rounds as often itself.
+    Up to five terms low is rounded at each: the i-th of them from the last is in at most i sums,
+    and their errors in i roundings of low. Of more terms a third part keeps what low drops.
     """
-    return 2 * (terms * UNIT) ** 2
+    if terms > _FEW_TERMS:
+        return 2 * (terms * UNIT) ** 3
+    return 1.01 * terms * (terms + 1) / 2 * UNIT**2
 
 
 def apply_exponents(x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
