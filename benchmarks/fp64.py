@@ -19,7 +19,7 @@ from __future__ import annotations
 import argparse
 import functools
 import hashlib
-import importlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -44,7 +44,7 @@ BARS = {("double_double", 512): 20.0, ("auto", 512): 14.0, ("auto", 1024): 14.0}
 # at least so many times faster than longdouble
 LONGDOUBLE_BAR = {("double_double", 512): 5.0}
 NATIVE, LONGDOUBLE, CUBLAS = "native", "numpy longdouble", "cuBLAS, emulated"
-FLINT = "FLINT arb, 106 bits"
+FLINT = "FLINT arb 106 bits"
 SIZES = {"cpu": "256,512,1024", "cuda": "4096,8192"}
 LONGDOUBLE_PART = 8
 SLOW_ROUNDS = 1
@@ -111,12 +111,12 @@ def _of_tensor(result: Any, i: int, j: int) -> Fraction:
 def _own(a: Tensor, b: Tensor, engines: list[str]) -> dict[str, Contender]:
     rows: dict[str, dict[str, Any]] = {
         "auto": {},
-        "auto, slices": {"scheme": "slices"},
-        "auto, residues": {"scheme": "residues"},
+        "auto slices": {"scheme": "slices"},
+        "auto residues": {"scheme": "residues"},
     }
     for engine in engines:
         for bits in (55, 79):
-            rows[f"{bits} bits, {engine}"] = {"bits": bits, "engine": engine}
+            rows[f"{bits} bits {engine}"] = {"bits": bits, "engine": engine}
     rows |= {output: {"output": output} for output in ("double_double", "nearest")}
     return {
         name: Contender(functools.partial(fp64.matmul, a, b, **options), _of_tensor, 1, options)
@@ -161,8 +161,9 @@ def default_engines(device: str) -> list[str]:
     return ["float64", *(["int8"] if _has_vnni() else [])]
 
 
-def measure(n: int, phi: float, rounds: int, device: str, engines: list[str]) -> dict[str, Any]:
+def measure(n: int, options: argparse.Namespace) -> dict[str, Any]:
     """Ratios to native and grades of every contender at one size, in this process."""
+    device, engines, phi = options.device, options.engines, options.phi
     # one freed block of this size lifts glibc's thresholds: later blocks stay mapped, for everyone
     torch.empty(31 * 2**18).sum()
     a, b = _matrix(n, phi, 0, device), _matrix(n, phi, 1, device)
@@ -170,7 +171,12 @@ def measure(n: int, phi: float, rounds: int, device: str, engines: list[str]) ->
     # no engines: the child that has cuBLAS's emulation in place of native products
     fast = native | (_own(a, b, engines) if engines else {})
     slow = (_longdouble(a, b) | _flint(a, b)) if device == "cpu" and engines else {}
-    timing = interleaved({name: one.call for name, one in fast.items()}, rounds)
+    if options.only:
+        fast, slow = (
+            {name: one for name, one in group.items() if name in {NATIVE, *options.only}}
+            for group in (fast, slow)
+        )
+    timing = interleaved({name: one.call for name, one in fast.items()}, options.rounds)
     ratios, seconds = dict(timing.ratios), dict(timing.seconds)
     if slow:
         calls = {name: one.call for name, one in (native | slow).items()}
@@ -226,6 +232,7 @@ def best_of(processes: int, n: int, options: argparse.Namespace) -> dict[str, An
     """The same measurement in fresh processes; for each contender the one with its lowest ratio."""
     command = [sys.executable, __file__, "--json", "--sizes", str(n), "--phi", str(options.phi)]
     command += ["--rounds", str(options.rounds), "--engines", ",".join(options.engines)]
+    command += ["--only", ",".join(options.only)]
     found: dict[str, Any] = {}
     for _ in range(processes):
         run = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
@@ -269,7 +276,7 @@ def show(result: dict[str, Any], console: Console) -> None:
         said = [str(entry.get(key, "")) for key in ("scheme", "parts", "bits", "products")]
         table.add_row(name, *figures, *said)
     console.print(table)
-    if FLINT not in result["contenders"] and result["device"] == "cpu":
+    if result["device"] == "cpu" and importlib.util.find_spec("flint") is None:
         console.print("FLINT: not installed; pip install python-flint")
     if "note" in result:
         console.print(result["note"])
@@ -282,8 +289,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--phi", type=float, default=-1, help="spread of exponents; -1 is normal")
     parser.add_argument("--engines", help="float64 on a CPU, and int8 where it has AVX-512 VNNI")
+    parser.add_argument("--only", default="", help="contenders by name; native is always there")
     parser.add_argument("--processes", type=int, default=0, help="fresh processes; 0 is this one")
-    parser.add_argument("--check", action="store_true", help="512 and 1024, three processes")
+    parser.add_argument("--check", action="store_true", help="those with a bar, three processes")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--native-only", action="store_true", help="torch.mm alone")
     options = parser.parse_args()
@@ -291,6 +299,9 @@ def _options() -> argparse.Namespace:
     options.sizes = [int(size) for size in (options.sizes or default).split(",")]
     named = options.engines.split(",") if options.engines else default_engines(options.device)
     options.engines = [] if options.native_only else named
+    options.only = [name for name in options.only.split(",") if name]
+    if options.check:
+        options.only = [*dict.fromkeys(name for name, _ in BARS), LONGDOUBLE]
     options.processes = options.processes or (3 if options.check else 0)
     return options
 
@@ -305,7 +316,7 @@ def main() -> int:
         if options.processes:
             results.append(best_of(options.processes, n, options))
             continue
-        one = measure(n, options.phi, options.rounds, options.device, options.engines)
+        one = measure(n, options)
         is_complete = options.device == "cpu" or options.native_only
         results.append(one if is_complete else with_cublas(one, options))
     missed = check(results) if options.check else []
