@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mixprec.fp64.request import DOUBLE_DOUBLE, FLOAT64, Output, Request, Scheme
 from mixprec.fp64.product import multiply
 from mixprec.fp64.report import add_record, wants_bounds
+from mixprec.fp64.request import DOUBLE_DOUBLE, FLOAT64, Output, Request, Scheme
 from mixprec.modes import plain_arithmetic
 
 _LIBRARY = torch.library.Library("mixprec", "FRAGMENT")

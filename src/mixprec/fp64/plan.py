@@ -68,6 +68,31 @@ class Operand:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """Two real operands and what is asked of their product.
+
+    Attributes:
+        a, b: Of a complex product [[re, -im], [im, re]] and [re, im].
+        request: Scheme, bits or accuracy, output.
+        engine: What multiplies integers.
+        is_symmetric: Whether b is a, so that half of the products are mirror images.
+        is_complex: Whether the operands stand for complex ones.
+    """
+
+    a: Operand
+    b: Operand
+    request: Request
+    engine: Engine
+    is_symmetric: bool = False
+    is_complex: bool = False
+
+    @property
+    def length(self) -> int:
+        """k, the contraction's length."""
+        return self.a.values.shape[-1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """How a product is done.
 
@@ -90,68 +115,55 @@ class Plan:
     exact: Tensor | None = None
 
 
-def slice_products(parts: int, *, is_symmetric: bool) -> int:
-    """s (s + 1) / 2 pairs of slices; of a product x x^T those that are no mirror images."""
-    if is_symmetric:
-        return sum((q + 1) // 2 for q in range(1, parts + 1))
-    return parts * (parts + 1) // 2
+def make_plan(task: Task) -> Plan:
+    """The plan of a product, from the request and, where bits are not given, from the data.
 
-
-def make_plan(
-    a: Operand,
-    b: Operand,
-    request: Request,
-    engine: Engine,
-    *,
-    is_symmetric: bool = False,
-    is_complex: bool = False,
-) -> Plan:
-    """The plan of a product, from the request and, where bits are not given, from the data."""
+    Raises:
+        ValueError: More moduli than the engine's width has.
+    """
+    request = task.request
     if request.bits is not None:
-        return _by_bits(a, b, request, request.bits, engine, is_symmetric, is_complex)
+        return _by_bits(task, request.bits)
     if request.output == NEAREST:
-        bits = NEAREST_BITS
-        return _by_bits(a, b, request, bits, engine, is_symmetric, is_complex)
-    length = a.values.shape[-1]
-    if request.rtol is not None and _native_suffices(request, length, a.values.device, is_complex):
-        every = torch.ones_like(a.exponent, dtype=torch.bool)
-        none = torch.zeros_like(b.exponent, dtype=torch.bool)
-        reason = f"rtol {request.rtol:.3g} is within a native product's k * 2^-53"
+        return _by_bits(task, NEAREST_BITS)
+    if _native_suffices(task):
+        rows, columns = _none_of(task)
         return Plan(
             scheme=NATIVE,
             parts=0,
             products=0,
-            native_rows=every,
-            native_columns=none,
-            reason=reason,
+            native_rows=~rows,
+            native_columns=columns,
+            reason=f"rtol {request.rtol:.3g} is within a native product's k * 2^-53",
         )
-    return _by_share(a, b, request, engine, is_symmetric, is_complex)
+    return _by_share(task)
 
 
-def _native_suffices(request: Request, length: int, device: torch.device, is_complex: bool) -> bool:
+def _none_of(task: Task) -> tuple[Tensor, Tensor]:
+    """No row and no column."""
+    rows, columns = (torch.zeros_like(x.exponent, dtype=torch.bool) for x in (task.a, task.b))
+    return rows, columns
+
+
+def _native_suffices(task: Task) -> bool:
+    request = task.request
     is_wanted = request.output == FLOAT64 and request.scheme == AUTO
-    bound = (length + 3) * UNIT * (_COMPLEX if is_complex else 1)
-    return is_wanted and device.type == "cpu" and bound <= (request.rtol or 0)
+    bound = (task.length + 3) * UNIT * (_COMPLEX if task.is_complex else 1)
+    is_cheaper = task.a.values.device.type == "cpu"
+    return is_wanted and is_cheaper and bound <= (request.rtol or 0)
 
 
-def _by_bits(
-    a: Operand,
-    b: Operand,
-    request: Request,
-    bits: int,
-    engine: Engine,
-    is_symmetric: bool,
-    is_complex: bool,
-) -> Plan:
-    rows, columns = _none_of(a, b)
-    if request.scheme == RESIDUES:
-        parts = _moduli_for(bits, engine)
-        products = _residue_products(parts, engine, is_complex)
+def _by_bits(task: Task, bits: int) -> Plan:
+    rows, columns = _none_of(task)
+    is_residues = task.request.scheme == RESIDUES
+    if is_residues:
+        parts = _enough(residues.moduli_for(bits, task.engine.width), task)
+        products = residue_products(task, parts)
     else:
-        parts = parts_for(bits, engine.width)
-        products = slice_products(parts, is_symmetric=is_symmetric) * (4 if is_complex else 1)
+        parts = parts_for(bits, task.engine.width)
+        products = slice_products(task, parts)
     return Plan(
-        scheme=RESIDUES if request.scheme == RESIDUES else SLICES,
+        scheme=RESIDUES if is_residues else SLICES,
         parts=parts,
         products=products,
         native_rows=rows,
@@ -160,57 +172,38 @@ def _by_bits(
     )
 
 
-def _none_of(a: Operand, b: Operand) -> tuple[Tensor, Tensor]:
-    """No row and no column."""
-    rows, columns = (torch.zeros_like(x.exponent, dtype=torch.bool) for x in (a, b))
-    return rows, columns
-
-
-def _moduli_for(norm_bits: float, engine: Engine) -> int:
-    count = residues.moduli_for(norm_bits, engine.width)
+def _enough(count: int | None, task: Task) -> int:
     if count is None:
         raise ValueError(
-            f"bits: got {norm_bits:.0f}; there are too few moduli of {engine.width} bits; use "
-            "scheme='slices' or a wider engine"
+            f"scheme: got 'residues'; the product needs more moduli of {task.engine.width} bits "
+            "than there are; use 'slices' or a wider engine"
         )
     return count
 
 
-def _residue_products(count: int, engine: Engine, is_complex: bool) -> int:
-    if not is_complex:
+def slice_products(task: Task, parts: int) -> int:
+    """s (s + 1) / 2 pairs of slices; of a product x x^T those that are no mirror images."""
+    if task.is_symmetric:
+        return sum((q + 1) // 2 for q in range(1, parts + 1))
+    return parts * (parts + 1) // 2 * (4 if task.is_complex else 1)
+
+
+def residue_products(task: Task, count: int) -> int:
+    """One product a modulus; of complex operands two where -1 has a root, or three."""
+    if not task.is_complex:
         return count
-    roots = residues.moduli(engine.width, count).roots
+    roots = residues.moduli(task.engine.width, count).roots
     return sum(2 if root is not None else 3 for root in roots)
 
 
-def _by_share(
-    a: Operand,
-    b: Operand,
-    request: Request,
-    engine: Engine,
-    is_symmetric: bool,
-    is_complex: bool,
-) -> Plan:
-    share = _share(request, a.values.shape[-1]) / (_COMPLEX if is_complex else 1)
-    need = _need(a, b, share, request, engine)
-    parts = _fewest_parts(need.worst, share, engine.width)
-    sliced = slice_products(parts, is_symmetric=is_symmetric) * (4 if is_complex else 1)
-    scheme, products = SLICES, sliced
-    cost = _cost(a, b, sliced, parts * _SLICE_OVERHEAD)
-    if request.scheme == RESIDUES or (
-        request.scheme == AUTO and _may_save(a, b, share, engine, cost)
-    ):
-        count = _fewest_moduli(a, b, need.lost(), share, engine.width)
-        if count is None and request.scheme == RESIDUES:
-            raise ValueError(
-                f"scheme: got 'residues'; the data need more moduli of {engine.width} bits than "
-                "there are; use 'slices' or 'auto'"
-            )
-        if count is not None:
-            remaindered = _residue_products(count, engine, is_complex)
-            overhead = count * _RESIDUE_OVERHEAD
-            if request.scheme == RESIDUES or _cost(a, b, remaindered, overhead) < cost:
-                scheme, parts, products = RESIDUES, count, remaindered
+def _by_share(task: Task) -> Plan:
+    share = _share(task)
+    need = _need(task, share)
+    scheme, parts = SLICES, _fewest_parts(need.worst, share, task.engine.width)
+    products = slice_products(task, parts)
+    count = _moduli_instead(task, share, need, _cost(task, products, parts * _SLICE_OVERHEAD))
+    if count is not None:
+        scheme, parts, products = RESIDUES, count, residue_products(task, count)
     if bool(need.rows.all()) or bool(need.columns.all()):
         scheme, parts, products = NATIVE, 0, 0
     return Plan(
@@ -222,6 +215,18 @@ def _by_share(
         reason=need.reason,
         exact=need.exact,
     )
+
+
+def _share(task: Task) -> float:
+    """The largest truncation, in units of |A||B|."""
+    request = task.request
+    if request.rtol is not None:
+        share = request.rtol - (UNIT if request.output == FLOAT64 else LEAST_PAIR_RTOL / 2)
+    elif request.output == FLOAT64:
+        share = _AUTO_SHARE
+    else:
+        share = max(task.length, _LEAST_LENGTH) * _DOUBLE_DOUBLE_UNIT
+    return share / (_COMPLEX if task.is_complex else 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,21 +248,20 @@ class _Need:
     reason: str
 
 
-def _need(a: Operand, b: Operand, share: float, request: Request, engine: Engine) -> _Need:
-    operands = a.values, b.values, a.exponent, b.exponent
-    length = a.values.shape[-1]
+def _need(task: Task, share: float) -> _Need:
+    operands = task.a.values, task.b.values, task.a.exponent, task.b.exponent
     sums = least_sums(*operands)
     least = float(sums.amin())
-    worst = math.log2(length) - math.log2(least) if least > 0 else math.inf
+    worst = math.log2(task.length) - math.log2(least) if least > 0 else math.inf
     lost: Callable[[], Tensor] = functools.partial(bits_lost, sums, *operands)
-    rows, columns = _none_of(a, b)
+    rows, columns = _none_of(task)
     exact, beyond = None, ""
     # k is in worst already
-    most = math.log2(share) - math.log2(dropped(engine.width, _limit(request, engine)))
+    most = math.log2(share) - math.log2(dropped(task.engine.width, _most_parts(task)))
     if worst > most:
         found = lost()
         is_beyond = found > most
-        if request.output == DOUBLE_DOUBLE:
+        if task.request.output == DOUBLE_DOUBLE:
             exact = is_beyond
             beyond = f"; {int(exact.sum())} elements need more than slices have"
         else:
@@ -270,6 +274,13 @@ def _need(a: Operand, b: Operand, share: float, request: Request, engine: Engine
     return _Need(worst=worst, lost=lost, rows=rows, columns=columns, exact=exact, reason=reason)
 
 
+def _most_parts(task: Task) -> int:
+    """Slices beyond which native products take over, or, for a pair, integers one by one."""
+    if task.request.output == DOUBLE_DOUBLE:
+        return MOST_PARTS_BITS // task.engine.width
+    return max(parts_for(_LIMIT_BITS, task.engine.width), _LIMIT_PARTS)
+
+
 def _cover(is_beyond: Tensor) -> tuple[Tensor, Tensor]:
     """The rows, or the columns if they are fewer, that hold every element that is marked."""
     rows, columns = is_beyond.any(-1), is_beyond.any(-2)
@@ -278,53 +289,45 @@ def _cover(is_beyond: Tensor) -> tuple[Tensor, Tensor]:
     return torch.zeros_like(rows), columns
 
 
-def _cost(a: Operand, b: Operand, products: int, overhead: int) -> int:
-    """Multiplications of products, and what overhead an element of a, b and the result takes."""
-    batch, m, k = a.values.shape
-    n = b.values.shape[-2]
-    return batch * (products * m * n * k + overhead * (m * k + n * k + m * n))
-
-
-def _may_save(a: Operand, b: Operand, share: float, engine: Engine, cost: int) -> bool:
-    """Whether residues of the best-scaled operands would be cheaper."""
-    # |A||B| is at most |a|_2 |b|_1
-    least = residues.moduli_for(1 - math.log2(share), engine.width)
-    return least is not None and _cost(a, b, least, least * _RESIDUE_OVERHEAD) < cost
-
-
-def _share(request: Request, length: int) -> float:
-    if request.rtol is not None:
-        return request.rtol - (UNIT if request.output == FLOAT64 else LEAST_PAIR_RTOL / 2)
-    if request.output == FLOAT64:
-        return _AUTO_SHARE
-    return max(length, _LEAST_LENGTH) * _DOUBLE_DOUBLE_UNIT
-
-
-def _limit(request: Request, engine: Engine) -> int:
-    """Slices beyond which a native product takes over; there is none for more than float64."""
-    if request.output != FLOAT64:
-        return MOST_PARTS_BITS // engine.width
-    return max(parts_for(_LIMIT_BITS, engine.width), _LIMIT_PARTS)
-
-
 def _fewest_parts(worst: float, share: float, width: int) -> int:
     """The fewest slices whose dropped bits are within a share; 1 where nothing can be lost."""
     most = MOST_PARTS_BITS // width
-    for parts in range(1, most):
-        if math.log2(dropped(width, parts)) + worst <= math.log2(share):
-            return parts
-    return most
+    parts = range(1, most)
+    enough = (s for s in parts if math.log2(dropped(width, s)) + worst <= math.log2(share))
+    return next(enough, most)
 
 
-def _fewest_moduli(a: Operand, b: Operand, lost: Tensor, share: float, width: int) -> int | None:
-    """The fewest moduli for which the truncation of every element is within a share."""
-    length = a.values.shape[-1]
-    norms_a, norms_b = Norms.of(a.values, a.exponent), Norms.of(b.values, b.exponent)
-    # 2^-mu is below 2 |a|_2 2^-norm_bits
-    first = norms_a.two.unsqueeze(-1) * norms_b.one.unsqueeze(-2)
-    second = norms_a.one.unsqueeze(-1) * norms_b.two.unsqueeze(-2)
-    needed = torch.log2((first + second) / length) + lost
-    worst = float(needed.amax()) if needed.numel() else -math.inf
-    if math.isinf(worst) and worst > 0:
+def _moduli_instead(task: Task, share: float, need: _Need, cost: int) -> int | None:
+    """How many moduli to take in place of slices of that cost, or None."""
+    width = task.engine.width
+    if task.request.scheme == RESIDUES:
+        return _enough(_fewest_moduli(task, share, need.lost()), task)
+    # |A||B| is at most |a|_2 |b|_1: the fewest for operands of the best scales
+    fewest = residues.moduli_for(1 - math.log2(share), width)
+    if task.request.scheme == SLICES or fewest is None or _residue_cost(task, fewest) >= cost:
         return None
-    return residues.moduli_for(max(worst, 0.0) - math.log2(share) + 0.01, width)
+    count = _fewest_moduli(task, share, need.lost())
+    return count if count is not None and _residue_cost(task, count) < cost else None
+
+
+def _fewest_moduli(task: Task, share: float, lost: Tensor) -> int | None:
+    """The fewest moduli for which the truncation of every element is within a share."""
+    a, b = (Norms.of(x.values, x.exponent) for x in (task.a, task.b))
+    # 2^-mu is below 2 |a|_2 2^-norm_bits
+    first = a.two.unsqueeze(-1) * b.one.unsqueeze(-2)
+    second = a.one.unsqueeze(-1) * b.two.unsqueeze(-2)
+    worst = float((torch.log2((first + second) / task.length) + lost).amax())
+    if worst == math.inf:
+        return None
+    return residues.moduli_for(max(worst, 0.0) - math.log2(share) + 0.01, task.engine.width)
+
+
+def _residue_cost(task: Task, count: int) -> int:
+    return _cost(task, residue_products(task, count), count * _RESIDUE_OVERHEAD)
+
+
+def _cost(task: Task, products: int, overhead: int) -> int:
+    """Multiplications of products, and what overhead an element of a, b and the result takes."""
+    batch, m, k = task.a.values.shape
+    n = task.b.values.shape[-2]
+    return batch * (products * m * n * k + overhead * (m * k + n * k + m * n))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +10,8 @@ from torch import Tensor
 from mixprec.fp64 import residues, slices
 from mixprec.fp64.arithmetic import UNIT, scale
 from mixprec.fp64.engines import Engine
-from mixprec.fp64.plan import Operand
+from mixprec.fp64.plan import NATIVE, Operand, Plan, Task
+from mixprec.fp64.request import SLICES
 from mixprec.fp64.residues import Norms
 from mixprec.fp64.sums import ADDED_UP, add_up, roundings
 
@@ -54,6 +54,24 @@ def _magnitudes(a: Operand, b: Operand) -> Tensor:
     return (x @ y.mT).mul_(1 + 4 * (length + 2) * UNIT).add_(length * 2.0**-1000)
 
 
+def run(task: Task, plan: Plan) -> Raw:
+    """The product by the plan's scheme; zeros where every row or column is native."""
+    if plan.scheme == NATIVE:
+        zeros = task.a.values.new_zeros((*task.a.values.shape[:-1], task.b.values.shape[-2]))
+        return Raw(
+            high=zeros,
+            low=zeros.clone(),
+            truncated=0.0,
+            roundings=0.0,
+            unit=1.0,
+            rows=task.a.exponent,
+            columns=task.b.exponent,
+        )
+    if plan.scheme == SLICES:
+        return by_slices(task.a, task.b, plan.parts, task.engine, is_symmetric=task.is_symmetric)
+    return by_residues(task, plan.parts)
+
+
 def by_slices(
     a: Operand, b: Operand, parts: int, engine: Engine, *, is_symmetric: bool = False
 ) -> Raw:
@@ -77,31 +95,37 @@ def by_slices(
     )
 
 
-def by_residues(a: Operand, b: Operand, count: int, engine: Engine) -> Raw:
+def by_residues(task: Task, count: int) -> Raw:
     """The product by so many moduli."""
+    a, b, engine = task.a, task.b, task.engine
     used = residues.moduli(engine.width, count)
-    mu, nu, error = _residue_scaling(a, b, used)
-    left = residues.residues(a.values, mu, used, engine.width)
+    mu, nu, truncated = _residue_scaling(a, b, used)
     right = residues.residues(b.values, nu, used, engine.width)
-    product = residues.multiply(left, right, used, engine)
-    return _remaindered([product], used, mu, nu, error)
-
-
-def complex_by_residues(a: Operand, b: Operand, count: int, engine: Engine) -> Raw:
-    """As ``by_residues``, for a and b in the real form of complex operands."""
-    used = residues.moduli(engine.width, count)
-    mu, nu, error = _residue_scaling(a, b, used)
-    rows, length = a.values.shape[-2] // 2, a.values.shape[-1] // 2
-    # the first half of the columns of [[re, -im], [im, re]]
-    left = residues.residues(a.values[..., :length], mu, used, engine.width)
-    right = residues.residues(b.values, nu, used, engine.width)
-    real, imaginary = residues.multiply_complex(
-        (left[..., :rows, :], left[..., rows:, :]),
-        (right[..., :length], right[..., length:]),
-        used,
-        engine,
+    if not task.is_complex:
+        left = residues.residues(a.values, mu, used, engine.width)
+        product = residues.multiply(left, right, used, engine)
+    else:
+        rows, length = a.values.shape[-2] // 2, task.length // 2
+        # the first half of the columns of [[re, -im], [im, re]]
+        left = residues.residues(a.values[..., :length], mu, used, engine.width)
+        parts = residues.multiply_complex(
+            (left[..., :rows, :], left[..., rows:, :]),
+            (right[..., :length], right[..., length:]),
+            used,
+            engine,
+        )
+        product = torch.cat(parts, -2)
+    high, low = add_up(residues.remaindered(product, used))
+    # the leading term that is not 0 outweighs the others: ADDED_UP covers what adding them loses
+    return Raw(
+        high=high,
+        low=low,
+        truncated=truncated * (1 + 2.0**-40),
+        roundings=0.0,
+        unit=1.0,
+        rows=-mu,
+        columns=-nu,
     )
-    return _remaindered([real, imaginary], used, mu, nu, error)
 
 
 def _residue_scaling(
@@ -117,21 +141,3 @@ def _residue_scaling(
     whole_b = norms_b.one * torch.exp2((nu + b.exponent).to(torch.float64))
     error = 0.5 * (whole_a.unsqueeze(-1) + whole_b.unsqueeze(-2)) + 0.25 * length
     return mu, nu, error
-
-
-def _remaindered(
-    products: Sequence[Tensor], used: residues.Moduli, mu: Tensor, nu: Tensor, error: Tensor
-) -> Raw:
-    residue = torch.cat(list(products), -2)
-    terms = residues.remaindered(residue, used)
-    high, low = add_up(terms)
-    # the leading term that is not 0 outweighs the others: ADDED_UP covers what adding them loses
-    return Raw(
-        high=high,
-        low=low,
-        truncated=error * (1 + 2.0**-40),
-        roundings=0.0,
-        unit=1.0,
-        rows=-mu,
-        columns=-nu,
-    )
