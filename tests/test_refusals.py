@@ -17,9 +17,7 @@ from mixprec.quantization import QuantSpec, quantize
 from mixprec.recipes import RECIPES, Recipe
 from mixprec.scaling import delayed_state
 
-QUANTISING = [
-    name for name, each in with_distinct_products(RECIPES).items() if not each.is_high_precision
-]
+QUANTISING = [name for name, each in with_distinct_products(RECIPES).items() if any(each.specs)]
 TINY = {"format": {"exponent": 2, "mantissa": 1}}
 
 

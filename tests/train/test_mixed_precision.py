@@ -28,6 +28,7 @@ RESUMED = {
     "O2": ["opt_level=O2", *OVERFLOWS],
     "bf16_pure": ["recipe=bf16_pure"],
     "compensated": [COMPENSATED],
+    "fp64_emulated": ["recipe=fp64_emulated"],
     "fp8_delayed on bf16": ["recipe=fp8_delayed", "base=bf16"],
     "fp8_delayed on fp16": ["recipe=fp8_delayed", "base=fp16", *OVERFLOWS],
 }
@@ -193,11 +194,21 @@ def test_activations_take_half_the_memory(small: Small, recipe: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "each"), [("bf16", 4), ("bf16_pure", 2), ("fp16_pure", 2), ("fp64", 8)]
+    ("recipe", "each"),
+    [("bf16", 4), ("bf16_pure", 2), ("fp16_pure", 2), ("fp64", 8), ("fp64_emulated", 8)],
 )
 def test_parameters_are_held_in_the_recipe_s_type(small: Small, recipe: str, each: int) -> None:
     model = Trainer(small(f"recipe={recipe}")).model
     assert {parameter.element_size() for parameter in model.parameters()} == {each}
+
+
+def test_exact_sums_train_as_native_double_precision_does(small: Small) -> None:
+    native, exact = (Trainer(small(f"recipe={name}")) for name in ("fp64", "fp64_emulated"))
+    losses = [(native.step().loss, exact.step().loss) for _ in range(5)]
+    assert all(abs(x - y) <= 1e-13 * x for x, y in losses)
+    assert (native.impl, exact.impl) == ("native", "exact")
+    assert {row.bits for row in exact.report.converted} == {"64"}
+    assert native.evaluate().accuracy == exact.evaluate().accuracy
 
 
 def test_masters_are_the_values_before_they_were_narrowed(small: Small) -> None:

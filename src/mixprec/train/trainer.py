@@ -336,11 +336,14 @@ class Trainer:
             raise NonFiniteError(step, what, fault or "the loss itself")
 
     def _clip(self, largest: float) -> float:
-        """Scale the gradients so that their L2 norm, taken in float32, is at most `largest`."""
+        """Scale the gradients so that their L2 norm, in float32 or wider, is at most `largest`."""
         if self.scaler.is_enabled():
             return self.scaler.clip_grad_norm_(self.optimizer, largest).item()
         named = [(n, p.grad) for n, p in self.model.named_parameters() if p.grad is not None]
-        norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for _, grad in named]
+        norms = [
+            torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32))
+            for _, grad in named
+        ]
         norm = torch.linalg.vector_norm(torch.stack(norms)).item() if norms else 0.0
         if not math.isfinite(norm):
             bad = [
