@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mixprec.fp64.blocked import BLOCK_SIZE, Options, batch_rule, check_matrices, checked_options
+from mixprec.fp64.operator import define
 from mixprec.fp64.triangular import solve_triangular
 
 
@@ -88,13 +89,11 @@ def _check_definite(info: Tensor, start: int) -> None:
     )
 
 
-@torch.library.custom_op("mixprec::fp64_cholesky", mutates_args=())
-def _cholesky(a: Tensor, bits: int | None, engine: str, block_size: int) -> Tensor:
+def _run_cholesky(a: Tensor, bits: int | None, engine: str, block_size: int) -> Tensor:
     return _factor(a, Options(bits, engine, block_size))
 
 
-@_cholesky.register_fake
-def _(a: Tensor, *_: Any) -> Tensor:
+def _fake_cholesky(a: Tensor, *_: Any) -> Tensor:
     return a.new_empty(a.shape)
 
 
@@ -115,5 +114,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return solve_triangular(factor, inner, upper=False, left=False, **keywords), None, None, None
 
 
-_cholesky.register_autograd(_backward, setup_context=_save)
-_cholesky.register_vmap(batch_rule(_cholesky, 1))
+_cholesky = define(
+    "fp64_cholesky", _run_cholesky, fake=_fake_cholesky, backward=_backward, setup_context=_save
+)
+torch.library.register_vmap(_cholesky, batch_rule(_cholesky, 1))

@@ -24,6 +24,7 @@ from mixprec.fp64.blocked import (
     checked_options,
     permuted,
 )
+from mixprec.fp64.operator import define
 from mixprec.fp64.triangular import solve_triangular
 
 
@@ -128,15 +129,13 @@ def _panel_in_order(panel: Tensor) -> Tensor:
     return work
 
 
-@torch.library.custom_op("mixprec::fp64_lu", mutates_args=())
-def _lu(
+def _run_lu(
     a: Tensor, pivot: bool, bits: int | None, engine: str, block_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     return factor(a, pivot=pivot, options=Options(bits, engine, block_size))
 
 
-@_lu.register_fake
-def _(a: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_lu(a: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     *batch, m, n = a.shape
     k = min(m, n)
     order = a.new_empty((*batch, m), dtype=torch.int64)
@@ -189,5 +188,5 @@ def _solve(
     )
 
 
-_lu.register_autograd(_backward, setup_context=_save)
-_lu.register_vmap(batch_rule(_lu, 1))
+_lu = define("fp64_lu", _run_lu, fake=_fake_lu, backward=_backward, setup_context=_save)
+torch.library.register_vmap(_lu, batch_rule(_lu, 1))

@@ -65,8 +65,8 @@ def matmul(
 
     Edge cases: inf and NaN as IEEE 754 has them, in their row of a or column of b alone. A product
     that overflows on the way but not in the end (1e200 * 1e200 - 1e200 * 1e200) is finite here
-    and NaN natively. Exact zeros are +0. k = 0 gives zeros. ``bits="auto"`` decides for the whole
-    operands: a row alone may take fewer bits than among others, and differ in the last place.
+    and inf or NaN natively. Exact zeros are +0. k = 0 gives zeros. ``bits="auto"`` decides for the
+    whole operands: a row alone may take fewer bits than among others, and differ in the last place.
 
     Exactness: integer products and sums are exact, so that for given bits the result does not
     depend on threads, blocks, the order of k or the batch; with ``nearest`` neither on scheme,

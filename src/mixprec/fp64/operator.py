@@ -7,10 +7,11 @@ The products and the factorisations built on them are operators, so that autogra
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from mixprec.fp64.product import multiply
 from mixprec.fp64.report import add_record, wants_bounds
@@ -21,48 +22,53 @@ _LIBRARY = torch.library.Library("mixprec", "FRAGMENT")
 
 
 def define(
-    schema: str,
+    name: str,
     implementation: Callable[..., Any],
     *,
     fake: Callable[..., Any],
-    setup_context: Callable[..., None],
-    backward: Callable[..., Any],
-    vmap: Callable[..., Any] | None = None,
-) -> Callable[..., Any]:
+    backward: Callable[..., Any] | None = None,
+    setup_context: Callable[..., None] | None = None,
+) -> OpOverload[..., Any]:
     """A new operator of torch, ``torch.ops.mixprec.NAME``.
 
     Args:
-        schema: Its name and arguments: ``"fp64_matmul(Tensor a, Tensor b) -> Tensor"``.
-        implementation: What runs on tensors of any device; never returns an argument.
+        name: Its name.
+        implementation: What runs on tensors of any device; its annotations are the operator's
+            schema. Never returns an argument.
         fake: The shapes and types of the results.
-        setup_context, backward, vmap: As ``torch.library.register_autograd`` and
-            ``register_vmap`` take them.
+        backward, setup_context: As ``torch.library.register_autograd`` takes them.
 
     Returns:
-        The operator's only overload, callable.
+        The operator's only overload, callable; ``torch.library.register_vmap`` takes it.
     """
-    # torch.library.custom_op loads Dynamo at the first call: seconds
-    name = schema[: schema.index("(")]
-    _LIBRARY.define(schema)
+    # not torch.library.custom_op, which loads Dynamo at the first call: three seconds
+    _LIBRARY.define(name + torch.library.infer_schema(implementation, mutates_args=()))
     _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
     qualified = f"mixprec::{name}"
     torch.library.register_fake(qualified, fake, lib=_LIBRARY)
-    torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=_LIBRARY)
-    if vmap is not None:
-        torch.library.register_vmap(qualified, vmap, lib=_LIBRARY)
+    if backward is not None:
+        torch.library.register_autograd(
+            qualified, backward, setup_context=setup_context, lib=_LIBRARY
+        )
     return getattr(torch.ops.mixprec, name).default
 
 
 def _matmul(
     a: Tensor,
     b: Tensor,
-    scheme: Scheme,
+    scheme: str,
     bits: int | None,
     rtol: float | None,
     engine: str,
-    output: Output,
+    output: str,
 ) -> tuple[Tensor, Tensor]:
-    request = Request(scheme=scheme, bits=bits, rtol=rtol, engine=engine, output=output)
+    request = Request(
+        scheme=cast(Scheme, scheme),
+        bits=bits,
+        rtol=rtol,
+        engine=engine,
+        output=cast(Output, output),
+    )
     a, b = (x.resolve_conj().resolve_neg() for x in (a, b))
     is_symmetric = _is_transposed(a, b)
     with plain_arithmetic(a), torch.no_grad():
@@ -121,13 +127,8 @@ def _vmap(info: Any, in_dims: tuple[Any, ...], a: Tensor, b: Tensor, *options: A
 
 
 fp64_matmul = define(
-    "fp64_matmul(Tensor a, Tensor b, str scheme, int? bits, float? rtol, str engine, str output)"
-    " -> (Tensor, Tensor)",
-    _matmul,
-    fake=_fake,
-    setup_context=_setup_context,
-    backward=_backward,
-    vmap=_vmap,
+    "fp64_matmul", _matmul, fake=_fake, backward=_backward, setup_context=_setup_context
 )
 """(hi, lo) of float64 or complex128 a[batch, m, k] @ b[batch, k, n]; lo is empty but for
 ``double_double``. Arguments as ``matmul`` has them, None for automatic bits."""
+torch.library.register_vmap(fp64_matmul, _vmap)

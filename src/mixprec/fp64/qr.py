@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from mixprec.fp64.blocked import BLOCK_SIZE, Options, batch_rule, check_matrices, checked_options
+from mixprec.fp64.operator import define
 from mixprec.fp64.triangular import solve_triangular
 
 MODES = ("reduced", "complete", "r")
@@ -109,15 +110,13 @@ def _reflected(vectors: Tensor, inner: Tensor, x: Tensor, options: Options) -> T
     return options.product(vectors, options.product(inner, options.product(vectors.mH, x)))
 
 
-@torch.library.custom_op("mixprec::fp64_qr", mutates_args=())
-def _qr(
+def _run_qr(
     a: Tensor, mode: str, bits: int | None, engine: str, block_size: int
 ) -> tuple[Tensor, Tensor]:
     return _factor(a, mode, Options(bits, engine, block_size))
 
 
-@_qr.register_fake
-def _(a: Tensor, mode: str, *_: Any) -> tuple[Tensor, Tensor]:
+def _fake_qr(a: Tensor, mode: str, *_: Any) -> tuple[Tensor, Tensor]:
     *batch, m, n = a.shape
     columns, rows = _sizes(a, mode)
     q = a.new_empty(0) if mode == "r" else a.new_empty((*batch, m, columns))
@@ -161,5 +160,5 @@ def _gradient(grad_q: Tensor, grad_r: Tensor, q: Tensor, r: Tensor, options: Opt
     return grad if beside is None else torch.cat([grad, beside], -1)
 
 
-_qr.register_autograd(_backward, setup_context=_save)
-_qr.register_vmap(batch_rule(_qr, 1))
+_qr = define("fp64_qr", _run_qr, fake=_fake_qr, backward=_backward, setup_context=_save)
+torch.library.register_vmap(_qr, batch_rule(_qr, 1))

@@ -28,6 +28,7 @@ from mixprec.fp64.blocked import (
     same_batch,
 )
 from mixprec.fp64.lu import factor
+from mixprec.fp64.operator import define
 from mixprec.fp64.triangular import solve_in_blocks
 
 
@@ -86,8 +87,7 @@ def _with_gradients(a: Tensor, b: Tensor, options: Options) -> Tensor:
     return _apply(a, b, order, lower, upper, False, *arguments)
 
 
-@torch.library.custom_op("mixprec::fp64_solve_factors", mutates_args=())
-def _factors(
+def _run_factors(
     a: Tensor, bits: int | None, engine: str, block_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     order, lower, upper = factor(a, pivot=True, options=Options(bits, engine, block_size))
@@ -102,14 +102,12 @@ def _factors(
     return order, lower, upper
 
 
-@_factors.register_fake
-def _(a: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_factors(a: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     order = a.new_empty(a.shape[:-1], dtype=torch.int64)
     return order, a.new_empty(a.shape), a.new_empty(a.shape)
 
 
-@torch.library.custom_op("mixprec::fp64_solve", mutates_args=())
-def _apply(
+def _run_apply(
     a: Tensor,
     b: Tensor,
     order: Tensor,
@@ -139,8 +137,7 @@ def _substitute(
     return permuted(x, order.argsort(-1))
 
 
-@_apply.register_fake
-def _(a: Tensor, b: Tensor, *_: Any) -> Tensor:
+def _fake_apply(a: Tensor, b: Tensor, *_: Any) -> Tensor:
     return b.new_empty(b.shape)
 
 
@@ -161,6 +158,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return grad_a, grad_b, *(None for _ in range(3 + len(ctx.arguments)))
 
 
-_apply.register_autograd(_backward, setup_context=_save)
-_apply.register_vmap(batch_rule(_apply, 5))
-_factors.register_vmap(batch_rule(_factors, 1))
+_factors = define("fp64_solve_factors", _run_factors, fake=_fake_factors)
+_apply = define("fp64_solve", _run_apply, fake=_fake_apply, backward=_backward, setup_context=_save)
+torch.library.register_vmap(_factors, batch_rule(_factors, 1))
+torch.library.register_vmap(_apply, batch_rule(_apply, 5))

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mixprec.fp64.operator import define
 from mixprec.fp64.segments import sums_of_products
 
 # an entry's sum over the columns is made for this many products at once
@@ -76,8 +77,7 @@ def _check(a: Tensor, dense: Tensor) -> None:
         )
 
 
-@torch.library.custom_op("mixprec::fp64_spmm", mutates_args=())
-def _spmm(
+def _run_spmm(
     offsets: Tensor, index: Tensor, values: Tensor, dense: Tensor, rows: int, columns: int
 ) -> Tensor:
     if not values.is_complex():
@@ -91,15 +91,13 @@ def _spmm(
     return torch.complex(*sums)
 
 
-@_spmm.register_fake
-def _(
+def _fake_spmm(
     offsets: Tensor, index: Tensor, values: Tensor, dense: Tensor, rows: int, columns: int
 ) -> Tensor:
     return dense.new_empty((rows, dense.shape[1]))
 
 
-@torch.library.custom_op("mixprec::fp64_sampled_products", mutates_args=())
-def _sampled(offsets: Tensor, index: Tensor, left: Tensor, right: Tensor) -> Tensor:
+def _run_sampled(offsets: Tensor, index: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """out[p] = sum over c of left[row of p, c] * right[index[p], c], correctly rounded."""
     if not left.is_complex():
         return _row_sums(left, right, offsets, index)
@@ -130,13 +128,11 @@ def _row_of_entries(offsets: Tensor) -> Tensor:
     return rows.repeat_interleave(offsets.diff())
 
 
-@_sampled.register_fake
-def _(offsets: Tensor, index: Tensor, left: Tensor, right: Tensor) -> Tensor:
+def _fake_sampled(offsets: Tensor, index: Tensor, left: Tensor, right: Tensor) -> Tensor:
     return left.new_empty(index.shape)
 
 
-@torch.library.custom_op("mixprec::fp64_transposed_pattern", mutates_args=())
-def _transposed(offsets: Tensor, index: Tensor, columns: int) -> tuple[Tensor, Tensor, Tensor]:
+def _run_transposed(offsets: Tensor, index: Tensor, columns: int) -> tuple[Tensor, Tensor, Tensor]:
     """(offsets, index, order) of the transposed CSR matrix, whose values are values[order]."""
     order = index.argsort(stable=True)
     counts = torch.bincount(index, minlength=columns)
@@ -144,8 +140,7 @@ def _transposed(offsets: Tensor, index: Tensor, columns: int) -> tuple[Tensor, T
     return ends, _row_of_entries(offsets)[order], order
 
 
-@_transposed.register_fake
-def _(offsets: Tensor, index: Tensor, columns: int) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_transposed(offsets: Tensor, index: Tensor, columns: int) -> tuple[Tensor, Tensor, Tensor]:
     return offsets.new_empty(columns + 1), torch.empty_like(index), torch.empty_like(index)
 
 
@@ -188,5 +183,14 @@ def _backward_sampled(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return None, None, grad_left, grad_right
 
 
-_spmm.register_autograd(_backward_spmm, setup_context=_save_spmm)
-_sampled.register_autograd(_backward_sampled, setup_context=_save_sampled)
+_spmm = define(
+    "fp64_spmm", _run_spmm, fake=_fake_spmm, backward=_backward_spmm, setup_context=_save_spmm
+)
+_sampled = define(
+    "fp64_sampled_products",
+    _run_sampled,
+    fake=_fake_sampled,
+    backward=_backward_sampled,
+    setup_context=_save_sampled,
+)
+_transposed = define("fp64_transposed_pattern", _run_transposed, fake=_fake_transposed)

@@ -24,6 +24,7 @@ from mixprec.fp64.blocked import (
     checked_options,
     same_batch,
 )
+from mixprec.fp64.operator import define
 
 
 def solve_triangular(
@@ -97,8 +98,7 @@ def solve_in_blocks(
     return x
 
 
-@torch.library.custom_op("mixprec::fp64_solve_triangular", mutates_args=())
-def _solve_triangular(
+def _run_solve_triangular(
     a: Tensor,
     b: Tensor,
     upper: bool,
@@ -111,8 +111,7 @@ def _solve_triangular(
     return solve_in_blocks(a, b, upper=upper, unitriangular=unitriangular, options=options)
 
 
-@_solve_triangular.register_fake
-def _(a: Tensor, b: Tensor, *_: Any) -> Tensor:
+def _fake_solve_triangular(a: Tensor, b: Tensor, *_: Any) -> Tensor:
     return b.new_empty(b.shape)
 
 
@@ -133,5 +132,11 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return grad_a, grad_b, *(None for _ in ctx.arguments)
 
 
-_solve_triangular.register_autograd(_backward, setup_context=_save)
-_solve_triangular.register_vmap(batch_rule(_solve_triangular, 2))
+_solve_triangular = define(
+    "fp64_solve_triangular",
+    _run_solve_triangular,
+    fake=_fake_solve_triangular,
+    backward=_backward,
+    setup_context=_save,
+)
+torch.library.register_vmap(_solve_triangular, batch_rule(_solve_triangular, 2))
