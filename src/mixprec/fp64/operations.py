@@ -74,6 +74,10 @@ _ATTENTION = (
     "a fused kernel multiplies inside; sdpa_kernel(SDPBackend.MATH) of torch.nn.attention takes "
     "products that are seen"
 )
+_LAYER = (
+    "a fused kernel multiplies inside; torch.backends.mha.set_fastpath_enabled(False) takes products "
+    "that are seen"
+)
 _FUSED = "a fused kernel multiplies inside"
 _SPARSE = "sparse; mixprec.fp64.spmm multiplies those"
 _KERNEL = "torch's own kernel multiplies inside"
@@ -86,7 +90,7 @@ MULTIPLY_INSIDE: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (rf"(?!(?:{_NO_PRODUCTS})$)_?linalg_.*", _SOLVES),
         ("geqrf|ormqr|orgqr|cholesky.*|triangular_solve|lu_solve|_lu_with_info|lobpcg", _SOLVES),
         (r"_scaled_dot_product_.*|_flash_attention.*|_efficient_attention.*", _ATTENTION),
-        (r"_native_multi_head_attention|_transformer_encoder_layer_fwd", _FUSED),
+        (r"_native_multi_head_attention|_transformer_encoder_layer_fwd", _LAYER),
         (r"_cudnn_rnn.*|miopen_rnn.*|mkldnn_rnn.*|_addmm_activation", _FUSED),
         (r"_?sparse_.*mm.*|_sparse_addmm|sparse_sampled_addmm|hspmm|sspaddmm", _SPARSE),
         (r"_trilinear|conv_tbc.*|_euclidean_dist|_cdist_.*", _KERNEL),
