@@ -75,8 +75,8 @@ _ATTENTION = (
     "products that are seen"
 )
 _LAYER = (
-    "a fused kernel multiplies inside; torch.backends.mha.set_fastpath_enabled(False) takes products "
-    "that are seen"
+    "a fused kernel multiplies inside; torch.backends.mha.set_fastpath_enabled(False) takes "
+    "products that are seen"
 )
 _FUSED = "a fused kernel multiplies inside"
 _SPARSE = "sparse; mixprec.fp64.spmm multiplies those"
