@@ -74,12 +74,22 @@ def test_auto_is_at_least_as_good_as_native_for_long_sums(generator: str) -> Non
         assert excess(found, exact, report.error_bound) == []
 
 
+FIXED = [
+    ("float64", 1),
+    ("float64", 55),
+    ("float64", 150),
+    ("int8", 23),
+    ("int8", 79),
+    ("float32", 55),
+]
+
+
 @pytest.mark.parametrize("output", ["float64", "double_double"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("generator", GENERATORS)
 def test_fixed_bits_are_within_the_bound(generator: str, scheme: str, output: str) -> None:
     a, b, exact, _ = case(generator)
-    for engine, bits in itertools.product(ENGINES, (1, 23, 55, 79, 150)):
+    for engine, bits in FIXED:
         options = {"scheme": scheme, "engine": engine, "bits": bits, "output": output}
         found, report = fp64.matmul(a, b, report=True, **options)
         assert excess(found, exact, report.error_bound) == [], (engine, bits)
@@ -87,16 +97,34 @@ def test_fixed_bits_are_within_the_bound(generator: str, scheme: str, output: st
         assert report.bits >= bits
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_bounds_of_fixed_bits_are_not_idle(scheme: str) -> None:
-    # the widest error is within four bits of the bound, or a wrong constant would go unseen
-    a, b = torch.full((2, 1, 3), 1 / 3, dtype=torch.float64)
-    a, b = a * (1 - 2.0**-20), b.mT
-    exact = product(a, b)
-    for bits in (23, 31, 39):
-        found, report = fp64.matmul(a, b, scheme=scheme, engine="int8", bits=bits, report=True)
-        doubled = errors(found, exact)
-        assert float(doubled.fractions()[0]) > report.error_bound.item() / 64
+@pytest.mark.parametrize("k", [1, 10])
+@pytest.mark.parametrize("parts", range(1, 7))
+def test_the_worst_slices_come_close_to_their_bound(parts: int, k: int) -> None:
+    # the largest digits throughout, and a rest of almost half a unit
+    digits = [126.0] + [127.0] * (parts - 1)
+    value = sum(d / 128 * 2.0 ** (-8 * p) for p, d in enumerate(digits))
+    value += 0.49 / 128 * 2.0 ** (-8 * (parts - 1))
+    a = torch.full((1, k), value, dtype=torch.float64)
+    options = {"engine": "int8", "scheme": "slices", "bits": 8 * parts - 1}
+    found, report = fp64.matmul(a, a.mT.clone(), report=True, **options)
+    (error,) = errors(found, product(a, a.mT)).fractions()
+    assert report.parts == parts
+    assert 0.85 * report.error_bound.item() < error <= report.error_bound.item()
+
+
+def test_the_worst_residues_come_close_to_their_bound() -> None:
+    a, b = torch.rand(2, 40, 1, dtype=torch.float64) + 1
+    options = {"engine": "int8", "scheme": "residues", "bits": 25}
+    found, report = fp64.matmul(a, b.mT, report=True, **options)
+    shared = [
+        float(error) / bound
+        for error, bound in zip(
+            errors(found, product(a, b.mT)).fractions(),
+            report.error_bound.flatten().tolist(),
+            strict=True,
+        )
+    ]
+    assert 0.85 < max(shared) <= 1
 
 
 @pytest.mark.parametrize("generator", GENERATORS)
@@ -165,12 +193,12 @@ def with_capacity(name: str, capacity: int, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("output", ["float64", "double_double"])
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("generator", ["randn", "phi 4", "cancelling", "circular shifts 30"])
+@pytest.mark.parametrize("generator", ["phi 4", "cancelling", "circular shifts 30"])
 def test_engines_of_one_width_and_all_blocks_agree(
     generator: str, scheme: str, output: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, b, _, _ = case(generator)
-    names = ["float32", "int8", with_capacity("float32", 5, monkeypatch)]
+    names = ["float32", "int8", with_capacity("float32", 20, monkeypatch)]
     wide = dataclasses.replace(
         fp64.ENGINES["float64"], name="float64 8", width=8, largest_sum=1 << 24
     )
@@ -179,7 +207,7 @@ def test_engines_of_one_width_and_all_blocks_agree(
         options = {"bits": bits, "scheme": scheme, "output": output}
         first, *others = (fp64.matmul(a, b, engine=e, **options) for e in [*names, wide.name])
         assert all(identical(first, other) for other in others)
-    names = ["float64", with_capacity("float64", 7, monkeypatch)]
+    names = ["float64", with_capacity("float64", 17, monkeypatch)]
     for bits in (55, 120):
         first, other = (
             fp64.matmul(a, b, engine=e, bits=bits, scheme=scheme, output=output) for e in names

@@ -60,7 +60,7 @@ def test_fp8_rounds_correctly_where_it_is_exact(generator: str) -> None:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("width", [8, 13, 21])
-@pytest.mark.parametrize("capacity", [1, 7, 64])
+@pytest.mark.parametrize("capacity", [5, 33])
 def test_every_width_and_block_rounds_correctly(
     width: int, capacity: int, scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

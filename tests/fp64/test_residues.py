@@ -9,11 +9,12 @@ import math
 import numpy as np
 import pytest
 import torch
-from exact_products import GENERATORS
+from exact_products import GENERATORS, excess, product
 from torch import Tensor
 
 from mixprec import fp64
 from mixprec.fp64 import residues
+from mixprec.fp64.arithmetic import power_of_two
 from mixprec.fp64.engines import Engine
 from mixprec.fp64.residues import Norms
 from mixprec.fp64.slices import row_exponents
@@ -214,6 +215,25 @@ def test_parallel_rows_reach_the_limit_but_do_not_wrap(width: int) -> None:
             found = fp64.matmul(a, a.mT, scheme="residues", bits=bits)
             exact = 37 * scale * scale
             assert abs(found.item() - exact) <= exact * 2.0 ** (4 - bits)
+
+
+@pytest.mark.parametrize("spread", [100, 300])
+def test_wide_spans_are_done_or_refused(spread: int) -> None:
+    for _ in range(30):
+        a, b = (
+            torch.randn(shape, dtype=torch.float64)
+            * power_of_two(torch.randint(-spread, spread + 1, shape))
+            for shape in ((3, 70), (70, 3))
+        )
+        options = {"scheme": "residues", "output": "double_double", "rtol": 0.45}
+        try:
+            found, report = fp64.matmul(a, b, report=True, **options)
+        except ValueError as error:
+            refusal = str(error)
+        else:
+            refusal = None
+            assert excess(found, product(a, b), report.error_bound) == []
+        assert refusal is None or "more moduli of 21 bits than there are" in refusal
 
 
 @pytest.mark.parametrize("name", ["float32", "int8"])
