@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mixprec.fp64.arithmetic import SMALLEST, UNIT
 from mixprec.fp64.plan import Plan, Task
-from mixprec.fp64.request import FLOAT64, NEAREST
+from mixprec.fp64.request import DOUBLE_DOUBLE, FLOAT64, NEAREST
 from mixprec.fp64.sums import ADDED_UP
 
 
@@ -34,7 +34,11 @@ def element_bounds(error: Tensor, high: Tensor, task: Task, plan: Plan) -> Tenso
     elif task.request.output == NEAREST:
         bound = rounding
     if plan.exact is not None:
-        bound = torch.where(plan.exact, high.abs() * ADDED_UP + 2 * SMALLEST, bound)
+        is_pair = task.request.output == DOUBLE_DOUBLE
+        exact = high.abs() * ADDED_UP + 2 * SMALLEST if is_pair else rounding
+        bound = torch.where(plan.exact, exact, bound)
+    # a pair has no second part for what overflows
+    bound = bound.masked_fill(torch.isinf(high), torch.inf)
     is_native = plan.native_rows.unsqueeze(-1) | plan.native_columns.unsqueeze(-2)
     if bool(is_native.any()):
         share = (task.length + 2) * UNIT

@@ -70,8 +70,9 @@ def matmul(
 
     Exactness: integer products and sums are exact, so that for given bits the result does not
     depend on threads, blocks, the order of k or the batch; with ``nearest`` neither on scheme,
-    engine or bits. Rows and columns that need more than the limit of 10 slices (79 bits of 8-bit
-    ones) are done natively, and the report says so. The gradients are products of the same kind.
+    engine or bits. With ``bits="auto"`` rows and columns that need more than the limit of 10 slices
+    (79 bits of 8-bit ones) are done natively, with ``rtol`` and for a pair such elements exactly;
+    the report says so. The gradients are products of the same kind.
     alpha and beta round once more each.
 
     Sources: Ozaki et al. 2012 and 2025; cuBLAS 13 (bits, dynamic precision).

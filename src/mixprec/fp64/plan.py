@@ -103,7 +103,8 @@ class Plan:
         native_rows: bool [batch, m], rows beyond the limit.
         native_columns: bool [batch, n].
         reason: Why, in a line.
-        exact: bool [batch, m, n], elements of a pair that no number of slices reaches; or None.
+        exact: bool [batch, m, n], elements beyond the limit of a pair, or where an accuracy was
+            asked for, which are computed from their exact values; or None.
     """
 
     scheme: str
@@ -261,9 +262,9 @@ def _need(task: Task, share: float) -> _Need:
     if worst > most:
         found = lost()
         is_beyond = found > most
-        if task.request.output == DOUBLE_DOUBLE:
+        if task.request.output == DOUBLE_DOUBLE or task.request.rtol is not None:
             exact = is_beyond
-            beyond = f"; {int(exact.sum())} elements need more than slices have"
+            beyond = f"; {int(exact.sum())} elements are beyond the limit"
         else:
             rows, columns = _cover(is_beyond)
             is_beyond = rows.unsqueeze(-1) | columns.unsqueeze(-2)
@@ -275,7 +276,7 @@ def _need(task: Task, share: float) -> _Need:
 
 
 def _most_parts(task: Task) -> int:
-    """Slices beyond which native products take over, or, for a pair, integers one by one."""
+    """Slices beyond which native products take over, or exact ones element by element."""
     if task.request.output == DOUBLE_DOUBLE:
         return MOST_PARTS_BITS // task.engine.width
     return max(parts_for(_LIMIT_BITS, task.engine.width), _LIMIT_PARTS)

@@ -30,13 +30,16 @@ from torch import Tensor
 
 from mixprec.fp64.arithmetic import scale
 from mixprec.fp64.engines import Engine
-from mixprec.fp64.slices import Term, cut, parts_for
+from mixprec.fp64.slices import Term, fill, parts_for
 
 Complex = tuple[Tensor, Tensor]
 """Residues of real and imaginary part, each [N, batch, rows, k]."""
 # log2 of P / 2 is kept this far from what Cauchy and Schwarz allow, for the roundings of norms
 _MARGIN_BITS = 2.0**-10
 _LEAST_BITS = 20
+_MOST_BITS = 1000
+# sums up to this are reduced for certain by one quotient
+_SURE = 1 << 45
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +76,16 @@ class Moduli:
 
 @functools.cache
 def coprime(width: int) -> tuple[int, ...]:
-    """All that ``moduli`` takes: greedily from 2^width down, as many as 2,000 bits need."""
+    """All that ``moduli`` takes: greedily from 2^width down, their product below 2^1000."""
     found: list[int] = []
     bits = 0.0
     for candidate in range(1 << width, 2, -1):
         if all(math.gcd(candidate, p) == 1 for p in found):
-            found.append(candidate)
             bits += math.log2(candidate)
-        if bits > 2000:
-            break
+            # a product of integers has to stay far from the end of float64
+            if bits > _MOST_BITS:
+                break
+            found.append(candidate)
     return tuple(found)
 
 
@@ -164,8 +168,14 @@ def _powers(width: int, parts: int, values: tuple[int, ...]) -> tuple[tuple[int,
 
 
 def reduce(x: Tensor, p: Tensor) -> Tensor:
-    """x mod p in [-p/2, p/2), in place, for float64 integers below 2^53."""
-    return x.sub_(torch.floor(x / p + 0.5).mul_(p))
+    """x mod p in [-p/2, p/2), in place, for float64 integers below 2^45.
+
+    Up to 2^53 the quotient may round across a half, and what is left be 2 beyond p/2 at most.
+    """
+    half = torch.full((), 0.5, dtype=x.dtype, device=x.device)
+    p = p.to(x.dtype)
+    quotient = torch.addcmul(half, x, 1 / p).floor_()
+    return x.addcmul_(quotient, p, value=-1)
 
 
 def residues(x: Tensor, mu: Tensor, used: Moduli, width: int) -> Tensor:
@@ -173,9 +183,10 @@ def residues(x: Tensor, mu: Tensor, used: Moduli, width: int) -> Tensor:
     parts = parts_for(math.ceil(used.norm_bits) + 1, width)
     # the last slice's unit is 2^-mu
     exponent = width * parts - 1 - mu
-    digits = cut(x.contiguous(), exponent, width, parts).digits.unflatten(-1, (parts, -1))
+    digits = x.new_empty((parts, *x.shape))
+    fill(list(digits.unbind()), x, exponent, width)
     powers = _tensor(_powers(width, parts, used.values), x)
-    result = torch.einsum("ts,brsk->tbrk", powers, digits)
+    result = torch.mm(powers, digits.flatten(1)).reshape(-1, *x.shape)
     return reduce(result, _moduli_tensor(used, x, 4))
 
 
@@ -192,12 +203,14 @@ def multiply(a: Tensor, b: Tensor, used: Moduli, engine: Engine) -> Tensor:
     batch, length = a.shape[1], a.shape[-1]
     a, b = (x.flatten(0, 1).to(engine.dtype) for x in (a, b))
     p = _moduli_tensor(used, a, 4)
-    total = torch.zeros((), dtype=torch.float64, device=a.device)
+    total = None
     for start in range(0, length, engine.capacity):
         block = slice(start, start + engine.capacity)
-        sums = engine.dot(a[..., block], b[..., block]).unflatten(0, (-1, batch))
-        # sums near 2^53 over a modulus round: what is left may be a modulus off
-        total = reduce(total + reduce(reduce(sums, p), p), p)
+        sums = reduce(engine.dot(a[..., block], b[..., block]).unflatten(0, (-1, batch)), p)
+        if engine.largest_sum > _SURE or total is not None:
+            sums = reduce(sums if total is None else sums.add_(total), p)
+        total = sums
+    assert total is not None
     return total
 
 

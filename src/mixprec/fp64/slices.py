@@ -117,20 +117,26 @@ def cut(
         is_reversed: Whether the last slice comes first.
     """
     length = x.shape[-1]
-    rest = scale(x, (width - 1 - exponent).unsqueeze(-1))
     digits = _side_by_side(x, parts)
     slots = [digits[..., p * length : (p + 1) * length] for p in range(parts)]
-    slots = slots[::-1] if is_reversed else slots
+    fill(slots[::-1] if is_reversed else slots, x, exponent, width)
+    return Slices(digits.to(dtype), parts)
+
+
+def fill(slots: list[Tensor], x: Tensor, exponent: Tensor, width: int) -> None:
+    """Writes the slices of x into tensors of its shape, the most significant first."""
+    rest = scale(x, (width - 1 - exponent).unsqueeze(-1))
+    # halves go upward: what is left of them, -1/2, needs no carry, and last bits often are halves
+    half = torch.full((), _HALF, dtype=x.dtype, device=x.device)
     largest = []
     for index, slot in enumerate(slots):
-        # halves upward: what is left of them, -1/2, needs no carry, and last bits often are halves
-        torch.add(rest, _HALF, out=slot).floor_()
+        unit = 2.0 ** (-width * index)
+        torch.add(half, rest, alpha=1 / unit, out=slot).floor_()
         # now, while the slice is in the cache: what a carry would look for
-        largest.append(slot.amax() if slot.numel() else rest.new_zeros(()))
-        if index < parts - 1:
-            rest.sub_(slot).mul_(1 << width)
+        largest.append(slot.amax() if slot.numel() else half)
+        if index < len(slots) - 1:
+            rest.sub_(slot, alpha=unit)
     _carry(slots, torch.stack(largest).tolist(), width)
-    return Slices(digits.to(dtype), parts)
 
 
 def _side_by_side(x: Tensor, parts: int) -> Tensor:

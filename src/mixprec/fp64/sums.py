@@ -50,30 +50,36 @@ def _add_block(high: Tensor, low: Tensor, terms: Sequence[Term], plain: int | No
     exact = [term for term in terms if plain is None or term.exponent > plain]
     for term in terms[: len(terms) - len(exact)]:
         high.add_(term.integer, alpha=2.0**term.exponent)
-    total, spare = torch.empty_like(high), torch.empty_like(high)
+    total, spare, sums = high, torch.empty_like(high), torch.empty_like(high)
     last = torch.zeros_like(low) if len(exact) > _FEW_TERMS else None
     for term in exact:
         scaled = term.integer.mul_(2.0**term.exponent)
-        _two_sum_into(high, scaled, total, spare)
+        total, spare = _two_sum_into(total, scaled, spare, sums)
         if last is not None:
-            _two_sum_into(low, scaled, total, spare)
+            low.copy_(_two_sum_into(low, scaled, torch.empty_like(low), sums)[0])
             last.add_(scaled)
         else:
             low.add_(scaled)
     if len(exact) > 1:
-        _two_sum_into(high, low, total, spare)
+        total, spare = _two_sum_into(total, low, spare, sums)
     if last is not None:
-        _two_sum_into(high, low.add_(last), total, spare)
+        total, spare = _two_sum_into(total, low.add_(last), spare, sums)
+    if total is not high:
+        high.copy_(total)
 
 
-def _two_sum_into(a: Tensor, b: Tensor, total: Tensor, spare: Tensor) -> None:
-    """a becomes the rounded sum of a and b, and b its error; two_sum without new memory."""
+def _two_sum_into(a: Tensor, b: Tensor, total: Tensor, part: Tensor) -> tuple[Tensor, Tensor]:
+    """two_sum without new memory: b becomes the error, and total the sum; a is used up.
+
+    Returns:
+        (total, a): the sum, and what is free again.
+    """
     torch.add(a, b, out=total)
-    b_part = torch.sub(total, a, out=spare)
-    b.sub_(b_part)
-    a_part = torch.sub(total, b_part, out=spare)
-    b.add_(a.sub_(a_part))
-    a.copy_(total)
+    torch.sub(total, a, out=part)
+    b.sub_(part)
+    torch.sub(total, part, out=part)
+    b.add_(a.sub_(part))
+    return total, a
 
 
 def roundings(terms: int) -> float:
