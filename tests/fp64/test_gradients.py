@@ -15,6 +15,9 @@ from torch.func import vmap
 
 from mixprec import fp64
 
+# the import of Inductor
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
+
 F64, C128 = torch.float64, torch.complex128
 SHAPES = [
     ((4, 5), (5, 3)),
