@@ -31,6 +31,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from processes import best_of
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -228,20 +229,12 @@ def with_cublas(result: dict[str, Any], options: argparse.Namespace) -> dict[str
     return result | {"contenders": result["contenders"] | {CUBLAS: entry}}
 
 
-def best_of(processes: int, n: int, options: argparse.Namespace) -> dict[str, Any]:
-    """The same measurement in fresh processes; for each contender the one with its lowest ratio."""
-    command = [sys.executable, __file__, "--json", "--sizes", str(n), "--phi", str(options.phi)]
-    command += ["--rounds", str(options.rounds), "--engines", ",".join(options.engines)]
-    command += ["--only", ",".join(options.only)]
-    found: dict[str, Any] = {}
-    for _ in range(processes):
-        run = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-        result = json.loads(run.stdout)["results"][0]
-        found = found or result
-        for name, entry in result["contenders"].items():
-            if entry["ratio"] < found["contenders"][name]["ratio"]:
-                found["contenders"][name] = entry
-    return found
+def arguments(n: int, options: argparse.Namespace) -> list[str]:
+    """What a fresh process is given to measure one size."""
+    return [
+        *("--sizes", str(n), "--phi", str(options.phi), "--rounds", str(options.rounds)),
+        *("--engines", ",".join(options.engines), "--only", ",".join(options.only)),
+    ]
 
 
 def check(results: list[dict[str, Any]]) -> list[str]:
@@ -314,7 +307,7 @@ def main() -> int:
     results = []
     for n in options.sizes:
         if options.processes:
-            results.append(best_of(options.processes, n, options))
+            results.append(best_of(options.processes, __file__, arguments(n, options)))
             continue
         one = measure(n, options)
         is_complete = options.device == "cpu" or options.native_only

@@ -17,7 +17,6 @@ import argparse
 import functools
 import json
 import logging
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from processes import best_of
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -171,19 +171,9 @@ def measure(sizes: tuple[int, int, int], dtype: torch.dtype, rounds: int) -> dic
     }
 
 
-def best_of(processes: int, sizes: str, dtype: str, rounds: int) -> dict[str, Any]:
-    """The same measurement in fresh processes; for each contender the one with its lowest ratio."""
-    command = [sys.executable, __file__, "--json", "--sizes", sizes, "--dtype", dtype]
-    command += ["--rounds", str(rounds)]
-    found: dict[str, Any] = {}
-    for _ in range(processes):
-        run = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-        result = json.loads(run.stdout)["results"][0]
-        found = found or result
-        for name, entry in result["contenders"].items():
-            if entry["ratio"] < found["contenders"][name]["ratio"]:
-                found["contenders"][name] = entry
-    return found
+def arguments(sizes: str, dtype: str, rounds: int) -> list[str]:
+    """What a fresh process is given to measure one case."""
+    return ["--sizes", sizes, "--dtype", dtype, "--rounds", str(rounds)]
 
 
 def check(results: list[dict[str, Any]]) -> list[str]:
@@ -228,9 +218,11 @@ def main() -> int:
     options = parser.parse_args()
     if options.check:
         cases = [(sizes, dtype) for sizes in SIZES for dtype in DTYPES]
-        results = [best_of(3, *case, max(options.rounds, 41)) for case in cases]
+        rounds = max(options.rounds, 41)
+        results = [best_of(3, __file__, arguments(*case, rounds)) for case in cases]
     elif options.processes:
-        results = [best_of(options.processes, options.sizes, options.dtype, options.rounds)]
+        case = arguments(options.sizes, options.dtype, options.rounds)
+        results = [best_of(options.processes, __file__, case)]
     else:
         first, second, third = (int(size) for size in options.sizes.split(","))
         results = [measure((first, second, third), DTYPES[options.dtype], options.rounds)]

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-import math
 from fractions import Fraction
 
 import numpy as np
 import torch
+from exact_products import exact
 from torch import Tensor
 
 UNIT = 2.0**-53
 
 
+def matrix(rows: int, columns: int, kind: str, dtype: torch.dtype) -> Tensor:
+    """Random; graded by rows and columns; or of condition 1e12."""
+    x = torch.randn(rows, columns, dtype=dtype)
+    if kind == "graded":
+        across = torch.logspace(6, -6, columns, dtype=torch.float64)
+        return x * torch.logspace(0, 10, rows, dtype=torch.float64).unsqueeze(-1) * across
+    if kind == "ill":
+        u, s, v = torch.linalg.svd(x, full_matrices=False)
+        return (u * torch.logspace(0, -12, s.numel(), dtype=torch.float64)) @ v
+    return x
+
+
 def integers(x: Tensor) -> tuple[np.ndarray, int]:
     """(n, e) with x = n * 2^e for one exponent e, n an array of Python integers."""
-    pairs = [math.frexp(value) for value in x.flatten().tolist()]
-    least = min((exponent for value, exponent in pairs if value), default=0) - 53
-    values = [int(value * 2.0**53) << max(exponent - 53 - least, 0) for value, exponent in pairs]
-    array = np.empty(len(values), dtype=object)
-    array[:] = values
-    return array.reshape(tuple(x.shape)), least
+    found = exact(x)
+    return found.integers, found.exponent
 
 
 def as_real(x: Tensor) -> Tensor:

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from mixprec.modes import is_autocast_on
 from mixprec.gemm.widening import NARROW, has_fast_units, mapped, widened
+from mixprec.modes import is_autocast_on
 from mixprec.recomputation import Hooks, hooks_around, let_reentrant_recompute, surrounding_hooks
 
 Rule = Literal["16-bit", "fp32", "fp32 result", "widest", "as statistics", "refused"]

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from exact_matrices import backward_error
+from exact_matrices import backward_error, matrix
 from gradient_cases import gradient_cases
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
@@ -16,18 +16,6 @@ from mixprec.fp64.lu import lu
 
 DTYPES = [torch.float64, torch.complex128]
 SHAPES = [(7, 7), (9, 4), (4, 9), (1, 1), (1, 5), (5, 1), (0, 0), (0, 3), (3, 0)]
-
-
-def matrix(rows: int, columns: int, kind: str, dtype: torch.dtype) -> Tensor:
-    """Random; graded by rows and columns; or of condition 1e12."""
-    x = torch.randn(rows, columns, dtype=dtype)
-    if kind == "graded":
-        across = torch.logspace(6, -6, columns, dtype=torch.float64)
-        return x * torch.logspace(0, 10, rows, dtype=torch.float64).unsqueeze(-1) * across
-    if kind == "ill":
-        u, s, v = torch.linalg.svd(x, full_matrices=False)
-        return (u * torch.logspace(0, -12, s.numel(), dtype=torch.float64)) @ v
-    return x
 
 
 def grade(a: Tensor, p: Tensor, lower: Tensor, upper: Tensor) -> float:
