@@ -10,6 +10,8 @@ Sources: Knuth, The Art of Computer Programming 2, section 4.2.2 (two_sum); Dekk
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -81,3 +83,11 @@ def fast_two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """``two_sum`` where |a| >= |b| or a = 0, in half the operations."""
     total = a + b
     return total, (a - total).add_(b)
+
+
+def rounded_ratio(numerator: int, denominator: int) -> float:
+    """The quotient correctly rounded, subnormals included, as Python divides integers; or inf."""
+    try:
+        return numerator / denominator
+    except OverflowError:
+        return math.inf if numerator > 0 else -math.inf

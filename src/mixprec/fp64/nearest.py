@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from mixprec.fp64 import slices
-from mixprec.fp64.arithmetic import exponent_of, scale
+from mixprec.fp64.arithmetic import exponent_of, rounded_ratio, scale
 from mixprec.fp64.engines import Engine
 from mixprec.fp64.plan import NEAREST_BITS, Operand
 from mixprec.fp64.schemes import Raw, by_slices, error_of
@@ -194,13 +194,5 @@ def _integers(x: Tensor) -> list[int]:
 
 def _to_float(integer: int, exponent: int) -> float:
     if exponent >= 0:
-        return _ratio(integer << exponent, 1)
-    return _ratio(integer, 1 << -exponent)
-
-
-def _ratio(numerator: int, denominator: int) -> float:
-    """The quotient correctly rounded, subnormals included, as Python divides integers."""
-    try:
-        return numerator / denominator
-    except OverflowError:
-        return math.inf if numerator > 0 else -math.inf
+        return rounded_ratio(integer << exponent, 1)
+    return rounded_ratio(integer, 1 << -exponent)

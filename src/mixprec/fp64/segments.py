@@ -28,7 +28,15 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from mixprec.fp64.arithmetic import UNIT, exponent_of, power_of_two, scale, two_sum
+from mixprec.fp64.arithmetic import (
+    UNIT,
+    exponent_of,
+    power_of_two,
+    rounded_ratio,
+    scale,
+    two_sum,
+)
+from mixprec.fp64.special_values import signs
 
 _LEVELS = 3
 _SPLITTER = float((1 << 27) + 1)
@@ -174,24 +182,11 @@ def _redo(
         first = x[part, column if x.shape[-1] > 1 else 0].tolist()
         second = y[rows[part], column].tolist()
         pairs = zip(first, second, strict=True)
-        out[segment, column] = _nearest(
-            sum(
-                (
-                    Fraction(a) * Fraction(b)
-                    for a, b in pairs
-                    if math.isfinite(a) and math.isfinite(b)
-                ),
-                Fraction(0),
-            )
+        finite = (
+            Fraction(a) * Fraction(b) for a, b in pairs if math.isfinite(a) and math.isfinite(b)
         )
-
-
-def _nearest(value: Fraction) -> float:
-    # a quotient of Python integers is correctly rounded, subnormal or not
-    try:
-        return value.numerator / value.denominator
-    except OverflowError:
-        return math.inf if value > 0 else -math.inf
+        total = sum(finite, Fraction(0))
+        out[segment, column] = rounded_ratio(total.numerator, total.denominator)
 
 
 def _with_special(out: Tensor, x: Tensor, y: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
@@ -200,11 +195,7 @@ def _with_special(out: Tensor, x: Tensor, y: Tensor, rows: Tensor, offsets: Tens
         return out
     second = y[rows]
     is_special = ~(torch.isfinite(x) & torch.isfinite(second))
-    product = torch.where(is_special, _signs(x) * _signs(second), 0.0)
+    product = torch.where(is_special, signs(x) * signs(second), 0.0)
     total = _reduced(product, offsets, "sum", 0.0)
     total = torch.where(torch.isnan(total), math.nan, total)
     return torch.where(torch.isfinite(total), out, total)
-
-
-def _signs(x: Tensor) -> Tensor:
-    return torch.where(torch.isfinite(x), torch.sign(x), x)

@@ -19,13 +19,14 @@ def without_rows(x: Tensor, is_out: Tensor) -> Tensor:
     return torch.where(is_out.unsqueeze(-1), 0.0, x) if bool(is_out.any()) else x
 
 
-def _signs(x: Tensor) -> Tensor:
+def signs(x: Tensor) -> Tensor:
+    """The signs of finite elements; inf and NaN as they are."""
     return torch.where(torch.isfinite(x), torch.sign(x), x)
 
 
 def put_special(out: Tensor, a: Tensor, b: Tensor, rows: Tensor, columns: Tensor) -> None:
     """Writes the non-finite rows and columns of a b^T into out[batch, m, n]."""
-    put(out, a, b, rows, columns, lambda x, y: _signs(x) @ _signs(y).mT)
+    put(out, a, b, rows, columns, lambda x, y: signs(x) @ signs(y).mT)
 
 
 def put_native(out: Tensor, a: Tensor, b: Tensor, rows: Tensor, columns: Tensor) -> None:
