@@ -149,6 +149,17 @@ def test_float32_is_refused_where_fewer_bits_may_stand_in(monkeypatch: pytest.Mo
         torch.set_float32_matmul_precision(before)
 
 
+def test_float32_is_refused_where_torch_cannot_say_its_precision(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def mixed() -> str:
+        raise RuntimeError("backends are set apart")
+
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", mixed)
+    with pytest.raises(ValueError, match=r"^engine: got 'float32'; .* is 'mixed', which lets"):
+        get_engine("float32", CPU)
+
+
 def test_default_dtype_does_not_matter() -> None:
     a = torch.randn(3, 20, dtype=torch.float64)
     expected = fp64.matmul(a, a.mT, bits=55, engine="int8")

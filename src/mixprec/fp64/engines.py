@@ -106,12 +106,17 @@ def _anywhere(device: torch.device) -> str | None:
 
 
 def _float32(device: torch.device) -> str | None:
-    if torch.get_float32_matmul_precision() != "highest":
-        return (
-            "torch.set_float32_matmul_precision lets FP32 products run in fewer bits; set it to "
-            "'highest'"
-        )
-    return None
+    try:
+        precision = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        # torch refuses to answer where its backends are set apart
+        precision = "mixed"
+    if precision == "highest":
+        return None
+    return (
+        f"torch's float32 matmul precision is {precision!r}, which lets FP32 products run in fewer "
+        "bits; call torch.set_float32_matmul_precision('highest')"
+    )
 
 
 ENGINES: dict[str, Engine] = {
