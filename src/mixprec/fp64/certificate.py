@@ -3,7 +3,7 @@
 With rows and columns scaled to below 1 by their exponents, S = |A'||B'| lies between 0 and k, and
 an error of t * k, the same everywhere in these units, is a share t k / S[m, n] of (|A||B|)[m, n].
 
-- ``magnitudes``: S from one float32 product of magnitudes, a lower bound after a margin for its
+- ``least_sums``: S from one float32 product of magnitudes, a lower bound after a margin for its
   roundings. Sharp, but products below 2^-126 may be lost.
 - ``exponent_span``: S is at least the largest product, which the largest exponents along the
   contraction bound from below; taken where float32 lost everything.

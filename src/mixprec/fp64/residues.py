@@ -12,8 +12,8 @@ bits.
 A complex product takes three real ones a modulus, or two where -1 has a square root j modulo it:
 then a + i b goes to a + j b and a - j b, which multiply each by itself.
 
-Exactness: c' is exact. What the integers leave out is at most 2^-mu |b|_1 / 2 and the like, by rows
-and columns (``truncation``).
+Exactness: c' is exact. What the integers leave out is at most (2^-mu |b|_1 + 2^-nu |a|_1) / 2 and
+k 2^(-mu - nu) / 4 more.
 
 Sources: Ozaki, Uchino and Imamura 2025 (the scheme); Kawakami and Takahashi 2026 (scaling by
 norms); Garner 1959 (remaindering).
@@ -112,9 +112,10 @@ def _limb(value: int, bits: int, index: int) -> int:
 
 @functools.cache
 def _root_of_minus_one(p: int) -> int | None:
-    if p % 2 == 0:
+    """j with j^2 = -1 modulo an odd p below 2^12, for larger ones a search takes too long."""
+    if p % 2 == 0 or p >= 1 << 12:
         return None
-    return next((j for j in range(2, p) if j * j % p == p - 1), None) if p < 1 << 12 else None
+    return next((j for j in range(2, p) if j * j % p == p - 1), None)
 
 
 def moduli_for(norm_bits: float, width: int) -> int | None:
@@ -150,12 +151,6 @@ def exponents(norms: Norms, exponent: Tensor, used: Moduli, length: int) -> Tens
     room = 2.0**used.norm_bits - 0.5 * math.sqrt(length)
     free = math.log2(room) - torch.log2(norms.two) - 2.0**-20
     return torch.floor(free.clamp(-2000, 2000)).to(torch.int64) - exponent
-
-
-def truncation(norms: Norms, other: Norms, exponent: Tensor, mu: Tensor) -> Tensor:
-    """Bound on what rounding a to integers loses: 2^-mu / 2 * |b|_1, with exponents taken off."""
-    unit = torch.exp2((-mu - exponent).to(torch.float64))
-    return 0.5 * unit.unsqueeze(-1) * other.one.unsqueeze(-2)
 
 
 @functools.cache
