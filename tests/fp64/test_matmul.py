@@ -260,6 +260,22 @@ def test_rows_alone_and_batches_apart_are_the_same_for_fixed_bits(size: int, out
     assert identical(parts, whole)
 
 
+def test_pairs_do_not_depend_on_what_shares_their_batch() -> None:
+    a, b = GENERATORS["randn"](6, 40, 5)
+    wide = torch.stack([a, a * 2.0 ** torch.arange(-60, 60, 3, dtype=torch.float64)])
+    for right in (b, torch.stack([b, b])):
+        batch, report = fp64.matmul(wide, right, output="double_double", report=True)
+        apart = [
+            fp64.matmul(x, y, output="double_double", report=True)
+            for x, y in zip(wide, right.expand(2, -1, -1), strict=True)
+        ]
+        assert apart[0][1].parts < apart[1][1].parts == report.parts
+        assert report.products == sum(alone.products for _, alone in apart)
+        for i, (pair, alone) in enumerate(apart):
+            assert identical(tuple(x[i] for x in batch), pair)
+            assert torch.equal(report.error_bound[i], alone.error_bound)
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_complex_products_are_within_the_bound(scheme: str) -> None:
     for name in ("randn", "phi 2", "cancelling", "graded"):

@@ -66,7 +66,8 @@ def matmul(
     Edge cases: inf and NaN as IEEE 754 has them, in their row of a or column of b alone. A product
     that overflows on the way but not in the end (1e200 * 1e200 - 1e200 * 1e200) is finite here
     and inf or NaN natively. Exact zeros are +0. k = 0 gives zeros. ``bits="auto"`` decides for the
-    whole operands: a row alone may take fewer bits than among others, and differ in the last place.
+    whole operands, of a pair for each matrix of a batch: a row alone may take fewer bits than among
+    others, and differ in the last place.
 
     Exactness: integer products and sums are exact, so that for given bits the result does not
     depend on threads, blocks, the order of k or the batch; with ``nearest`` neither on scheme,
@@ -170,7 +171,7 @@ def _product(a: Tensor, b: Tensor, request: Request, alpha: complex) -> Any:
         return a.new_zeros(shape)
     a = a if a.dim() > 1 else a.unsqueeze(0)
     b = b if b.dim() > 1 else b.unsqueeze(-1)
-    if b.dim() == 2:
+    if b.dim() == 2 and not (request.is_alone and a.dim() > 2):
         # one matrix for all of a's: their rows are those of one matrix
         left = a.reshape(1, math.prod(a.shape[:-1]), a.shape[-1]) if a.dim() > 2 else a.unsqueeze(0)
         right = b.unsqueeze(0)

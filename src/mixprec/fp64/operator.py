@@ -6,6 +6,7 @@ The products and the factorisations built on them are operators, so that autogra
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from mixprec.fp64.product import multiply
+from mixprec.fp64.product import joined, multiply
 from mixprec.fp64.report import add_record, wants_bounds
 from mixprec.fp64.request import DOUBLE_DOUBLE, FLOAT64, Output, Request, Scheme
 from mixprec.modes import plain_arithmetic
@@ -70,9 +71,14 @@ def _matmul(
         output=cast(Output, output),
     )
     a, b = (x.resolve_conj().resolve_neg() for x in (a, b))
-    is_symmetric = _is_transposed(a, b)
+    run = functools.partial(
+        multiply, request=request, is_symmetric=_is_transposed(a, b), with_bound=wants_bounds()
+    )
     with plain_arithmetic(a), torch.no_grad():
-        product = multiply(a, b.mT, request, is_symmetric=is_symmetric, with_bound=wants_bounds())
+        if not request.is_alone or a.shape[0] < 2:
+            product = run(a, b.mT)
+        else:
+            product = joined([run(x[None], y.mT[None]) for x, y in zip(a, b, strict=True)])
     add_record(product.report)
     return product.high, product.low
 

@@ -12,6 +12,7 @@ as they are.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -126,6 +127,21 @@ def _report(
         reason=plan.reason,
         error_bound=bound,
     )
+
+
+def joined(products: Sequence[Product]) -> Product:
+    """A batch of products that were done apart; the report has their largest sizes and sums."""
+    reports = [product.report for product in products]
+    bounds = [report.error_bound for report in reports if report.error_bound is not None]
+    counts = ("products", "native_rows", "native_columns", "special_rows", "special_columns")
+    widest = max(reports, key=lambda report: report.bits)
+    report = replace(
+        widest,
+        error_bound=torch.cat(bounds) if bounds else None,
+        **{name: sum(getattr(report, name) for report in reports) for name in counts},
+    )
+    high, low = (torch.cat([getattr(p, part) for p in products]) for part in ("high", "low"))
+    return Product(high, low, report)
 
 
 def _empty(a: Tensor, b: Tensor, request: Request) -> Product:

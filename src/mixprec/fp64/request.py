@@ -55,6 +55,15 @@ class Request:
                 "bits that it needs; leave them out"
             )
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether each matrix of a batch decides for itself: pairs, whose bits the data choose.
+
+        So a pair does not depend on what shares its batch. A float64 result does, in its last
+        place, and saves a launch for each matrix.
+        """
+        return self.output == DOUBLE_DOUBLE and self.bits is None
+
     def _check_bits(self) -> None:
         if self.bits is None:
             return
