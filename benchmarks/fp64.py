@@ -234,6 +234,7 @@ def arguments(n: int, options: argparse.Namespace) -> list[str]:
     return [
         *("--sizes", str(n), "--phi", str(options.phi), "--rounds", str(options.rounds)),
         *("--engines", ",".join(options.engines), "--only", ",".join(options.only)),
+        *("--device", str(options.device)),
     ]
 
 

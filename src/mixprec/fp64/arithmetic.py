@@ -53,7 +53,7 @@ def scale(x: Tensor, exponent: Tensor) -> Tensor:
 
     Args:
         x: float64.
-        exponent: int64 that broadcasts with x, from -2200 to 2200.
+        exponent: int64 that broadcasts with x, from -2200 to 2046.
 
     Exactness: one rounding, and none where the result is normal; for exponents below -1000 this
     needs |x| >= 2^-400 or x = 0, and smaller x give a result within 2^-1073 of the right one.

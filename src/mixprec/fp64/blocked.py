@@ -20,7 +20,9 @@ import torch
 from torch import Tensor
 
 from mixprec.fp64.arithmetic import two_sum
+from mixprec.fp64.engines import check_engine
 from mixprec.fp64.matmul import matmul
+from mixprec.fp64.request import Request
 
 BLOCK_SIZE = 128
 """Default width of a panel: what is native of a factorisation of n columns is about 128 / n."""
@@ -85,22 +87,20 @@ def _less(b: Tensor, high: Tensor, low: Tensor) -> Tensor:
     return total + (error - low)
 
 
-def checked_options(bits: int | str, engine: str, block_size: int) -> Options:
+def checked_options(bits: Any, engine: str, block_size: int) -> Options:
     """The checked options of a public function.
 
     Raises:
-        ValueError: bits is neither "auto" nor a positive integer, block_size not positive.
+        TypeError: bits is neither "auto" nor a whole number.
+        ValueError: bits out of range, an unknown engine, block_size not positive.
     """
-    if bits != "auto" and (not isinstance(bits, int) or isinstance(bits, bool) or bits < 1):
-        raise ValueError(
-            f"bits: got {bits!r}; mantissa bits are a positive integer or 'auto'; use bits='auto'"
-        )
+    chosen = Request(bits=None if bits == "auto" else bits, engine=check_engine(engine))
     if not isinstance(block_size, int) or block_size < 1:
         raise ValueError(
             f"block_size: got {block_size!r}; panels have at least one column; "
             f"use block_size={BLOCK_SIZE}"
         )
-    return Options(bits if isinstance(bits, int) else None, engine, block_size)
+    return Options(chosen.bits, engine, block_size)
 
 
 def check_matrices(name: str, x: Tensor, *, square: bool = False) -> None:

@@ -2,8 +2,8 @@
 
     L_jj = chol(A_jj),   L_ij = A_ij L_jj^-H (corrected once),   A_ik <- A_ik - L_ij L_kj^H
 
-The update is a product of a panel with its own adjoint, of which the emulation computes about half
-the pairs of slices.
+The update is a product of a panel with its own adjoint, of which the emulation of a real one
+computes about half the pairs of slices.
 
 Sources: Golub and Van Loan, Matrix Computations, section 4.2 (blocked); Murray, Differentiation of
 the Cholesky decomposition, 2016 (gradient).

@@ -17,11 +17,14 @@ Before its first use on a device it multiplies what would show a sum in fewer bi
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from mixprec.cublas import DOUBLE
 
 _TEST_ROWS = 2
 _TEST_LENGTH = 1 << 10
@@ -105,6 +108,12 @@ def _anywhere(device: torch.device) -> str | None:
     return None
 
 
+def _float64(device: torch.device) -> str | None:
+    if device.type == "cuda" and os.environ.get(DOUBLE) == "1":
+        return f"{DOUBLE} is 1, so that cuBLAS emulates FP64 products itself; unset it"
+    return None
+
+
 def _float32(device: torch.device) -> str | None:
     try:
         precision = torch.get_float32_matmul_precision()
@@ -128,7 +137,7 @@ ENGINES: dict[str, Engine] = {
             largest_sum=1 << 53,
             dtype=torch.float64,
             multiply=_matmul,
-            why_not=_anywhere,
+            why_not=_float64,
         ),
         Engine(
             name="float32",
@@ -161,6 +170,13 @@ ENGINES: dict[str, Engine] = {
 _AUTO = "auto"
 
 
+def check_engine(name: str) -> str:
+    """The name itself, if it is ``auto`` or one of ``ENGINES``."""
+    if name != _AUTO and name not in ENGINES:
+        raise ValueError(f"engine: got {name!r}; must be one of auto, {', '.join(ENGINES)}")
+    return name
+
+
 def get_engine(name: str, device: torch.device) -> Engine:
     """The engine of that name, tested on the device.
 
@@ -171,8 +187,7 @@ def get_engine(name: str, device: torch.device) -> Engine:
     Raises:
         ValueError: An unknown name, or an engine that cannot run there or is not exact there.
     """
-    if name != _AUTO and name not in ENGINES:
-        raise ValueError(f"engine: got {name!r}; must be one of auto, {', '.join(ENGINES)}")
+    check_engine(name)
     engine = ENGINES[name if name != _AUTO else "float64" if device.type == "cpu" else "int8"]
     reason = engine.why_not(device) or _fault(engine, device)
     if reason is not None:
@@ -189,6 +204,9 @@ def _fault(engine: Engine, device: torch.device) -> str | None:
             torch.equal(engine.dot(a, b).cpu(), expected)
             for a, b, expected in _cases(engine, device)
         )
+    except torch.OutOfMemoryError:
+        # no property of the engine
+        raise
     except (RuntimeError, NotImplementedError) as error:
         return f"it does not run on {device}: {' '.join(str(error).split())[:200]}"
     return None if exact else f"its sums on {device} are not exact"

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from mixprec.fp64.engines import ENGINES
+from mixprec.fp64.engines import check_engine
 from mixprec.fp64.matmul import matmul
 from mixprec.fp64.operations import (
     BECOMES,
@@ -110,8 +110,7 @@ def emulate(
         min_size=_check_size(min_size),
         is_performant=_check_strategy(strategy) == _PERFORMANT,
     )
-    if engine != "auto" and engine not in ENGINES:
-        raise ValueError(f"engine: got {engine!r}; must be one of auto, {', '.join(ENGINES)}")
+    check_engine(engine)
     if settings is not None and not settings.enabled:
         note = "nothing is emulated: CUBLAS_EMULATE_DOUBLE_PRECISION is not 1"
         return contextlib.nullcontext(Tally(strategy=strategy, bits=bits, note=note))
@@ -245,12 +244,13 @@ class _Mode(TorchDispatchMode):
         if any(x.is_meta for x in tensors):
             return func(*args, **kwargs)
         x = _arguments(func, args, kwargs)
-        why = self._why_native(target, tensors, x)
         token = _is_decided.set(True)
         try:
-            if why is None and _is_accepted(func, args, kwargs):
-                return self._emulate(target, x, kwargs)
             # where torch does not accept them it raises its own error
+            is_accepted = target.why_native is not None or _is_accepted(func, args, kwargs)
+            why = self._why_native(target, tensors, x) if is_accepted else ""
+            if why is None:
+                return self._emulate(target, x, kwargs)
             result = func(*args, **kwargs)
         finally:
             _is_decided.reset(token)
@@ -292,7 +292,7 @@ class _Mode(TorchDispatchMode):
             bits="auto" if request.bits is None else request.bits,
             engine=request.engine,
         )
-        with torch.no_grad(), record() as reports:
+        with torch.no_grad(), record(of_this_thread=True) as reports:
             result = run(target.name, x, product)
             result = tree_map_only(Tensor, Tensor.contiguous, result)
             if target.is_in_place:
@@ -316,7 +316,7 @@ def _is_accepted(func: OpOverload, args: Any, kwargs: Any) -> bool:
     args, kwargs = tree_map_only(Tensor, _shape_of, (args, kwargs))
     try:
         func(*args, **kwargs)
-    except (RuntimeError, IndexError, ValueError, TypeError):
+    except (RuntimeError, IndexError, ValueError, TypeError, ZeroDivisionError):
         return False
     return True
 

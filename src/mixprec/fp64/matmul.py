@@ -43,7 +43,7 @@ def matmul(
         bits: Mantissa bits of the largest element of each row and column, as cuBLAS counts them:
             55 bits are 7 slices of 8 bits, 79 are 10. ``auto`` takes as many as the data need, so
             that the error of every element is at most 2^-53 |a @ b| + 2^-54 |a| @ |b|, where a
-            native product is within k * 2^-53 |a| @ |b|.
+            native product, and what is left to native ones, is within k * 2^-53 |a| @ |b|.
         rtol: In place of bits: the largest error in units of |a| @ |b|; the library picks the
             scheme and size, or the native product where that is as good.
         engine: What multiplies integers, a name in ``ENGINES``: ``auto`` is ``float64`` on CPUs and
@@ -51,9 +51,11 @@ def matmul(
         output: ``float64``; ``double_double``, a pair (hi, lo) with hi = RN(hi + lo); or
             ``nearest``, the correctly rounded product.
         out: Where the result is written.
-        alpha, beta: Factors; with alpha = 0 a and b are not read, with beta = 0 c is not.
+        alpha, beta: Factors; with alpha = 0 a and b are not read and get no gradient, with beta = 0
+            c does not.
         c: Added to the product; broadcasts with it.
-        report: Also return a ``MatmulReport``, with a bound on the error of each element.
+        report: Also return a ``MatmulReport``, with a bound on the error of each element; not under
+            vmap and compilers.
 
     Returns:
         A tensor, or (hi, lo) for ``double_double``; with ``report`` a pair of that and the report.
@@ -86,9 +88,11 @@ def matmul(
         output=output,
     )
     _check(a, b, output, alpha, beta, c)
+    if out is not None:
+        _check_out(out, a, b, output, c)
     if not report:
         return _write(out, _affine(_product(a, b, request, alpha), alpha, beta, c))
-    with record(with_bounds=True) as found:
+    with record(with_bounds=True, of_this_thread=True) as found:
         product = _product(a, b, request, alpha)
     result = _affine(product, alpha, beta, c)
     return _write(out, result), _with_shape(found, product, result, alpha, beta, c)
@@ -133,6 +137,23 @@ def _check(
                 f"{name}: got {factor} for {a.dtype}; a complex factor needs complex operands; "
                 "convert them to torch.complex128"
             )
+
+
+def _check_out(out: Tensor, a: Tensor, b: Tensor, output: str, c: Tensor | None) -> None:
+    if output == DOUBLE_DOUBLE:
+        raise ValueError("out: got one for a pair; its two parts are returned; leave it out")
+    tensors = [x for x in (out, a, b, c) if x is not None]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        raise ValueError(
+            "out: got a tensor where gradients are recorded; an operation with out has none; call "
+            "it under torch.no_grad()"
+        )
+    shape = _result_shape(a, b)
+    if tuple(out.shape) != shape or out.dtype != a.dtype:
+        raise ValueError(
+            f"out: got {out.dtype} {tuple(out.shape)}; the result is {a.dtype} {shape}; pass a "
+            "tensor like it"
+        )
 
 
 def _check_c(c: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
@@ -188,23 +209,7 @@ def _product(a: Tensor, b: Tensor, request: Request, alpha: complex) -> Any:
 
 
 def _write(out: Tensor | None, result: Any) -> Any:
-    if out is None:
-        return result
-    if isinstance(result, tuple):
-        raise ValueError(
-            "out: got one for a pair; a product in two parts is returned; leave it out"
-        )
-    if torch.is_grad_enabled() and (result.requires_grad or out.requires_grad):
-        raise ValueError(
-            "out: got a tensor where gradients are recorded; an operation with out has none; call "
-            "it under torch.no_grad()"
-        )
-    if out.shape != result.shape or out.dtype != result.dtype:
-        raise ValueError(
-            f"out: got {out.dtype} {tuple(out.shape)}; the result is {result.dtype} "
-            f"{tuple(result.shape)}; pass a tensor like it"
-        )
-    return out.copy_(result)
+    return result if out is None else out.copy_(result)
 
 
 def _with_shape(

@@ -43,7 +43,9 @@ def define(
         The operator's only overload, callable; ``torch.library.register_vmap`` takes it.
     """
     # not torch.library.custom_op, which loads Dynamo at the first call: three seconds
-    _LIBRARY.define(name + torch.library.infer_schema(implementation, mutates_args=()))
+    schema = name + torch.library.infer_schema(implementation, mutates_args=())
+    # the data decide the number of products: a CUDA graph cannot hold that
+    _LIBRARY.define(schema, tags=(torch.Tag.cudagraph_unsafe,))
     _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
     qualified = f"mixprec::{name}"
     torch.library.register_fake(qualified, fake, lib=_LIBRARY)

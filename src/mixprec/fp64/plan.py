@@ -226,7 +226,7 @@ def _share(task: Task) -> float:
     elif request.output == FLOAT64:
         share = _AUTO_SHARE
     else:
-        share = max(task.length, _LEAST_LENGTH) * _DOUBLE_DOUBLE_UNIT
+        share = max(task.length, _LEAST_LENGTH) * _DOUBLE_DOUBLE_UNIT - LEAST_PAIR_RTOL / 2
     return share / (_COMPLEX if task.is_complex else 1)
 
 

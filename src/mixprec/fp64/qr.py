@@ -4,7 +4,7 @@
     A <- A - V (T^H (V^H A)),   Q = (I - V T V^H) ... (I - V T V^H) I
 
 with D the diagonal of the reflectors' factors. V^H V is a symmetric product, of which the emulation
-computes about half the pairs of slices.
+of a real one computes about half the pairs of slices.
 
 Sources: Schreiber and Van Loan 1989 (compact WY); Puglisi 1992 (T from V^H V); Walter and Lehmann,
 Algorithmic differentiation of linear algebra functions, 2010 (gradient).

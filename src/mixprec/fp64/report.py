@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
-from contextvars import ContextVar
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -41,40 +41,56 @@ class MatmulReport:
     error_bound: Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Recorder:
     found: list[MatmulReport]
     with_bounds: bool
+    thread: int | None
+
+    @property
+    def listens(self) -> bool:
+        """Whether it is one of all threads, or of this one."""
+        return self.thread in (None, threading.get_ident())
 
 
-_recorders: ContextVar[tuple[_Recorder, ...]] = ContextVar("recorders", default=())
+_recorders: list[_Recorder] = []
+_lock = threading.Lock()
 
 
 @contextlib.contextmanager
-def record(*, with_bounds: bool = False) -> Iterator[list[MatmulReport]]:
-    """Collects the report of every emulated product inside, in order.
+def record(
+    *, with_bounds: bool = False, of_this_thread: bool = False
+) -> Iterator[list[MatmulReport]]:
+    """Collects the report of every emulated product while it is open, in order.
 
     Args:
         with_bounds: Whether reports hold ``error_bound``, a tensor as large as the product's
             result.
+        of_this_thread: Leave out products of other threads; backward passes on GPUs run in some.
 
     Yields:
         A list that grows with each product; contexts may be nested, and each sees all products.
     """
-    recorder = _Recorder([], with_bounds)
-    token = _recorders.set((*_recorders.get(), recorder))
+    thread = threading.get_ident() if of_this_thread else None
+    recorder = _Recorder([], with_bounds, thread)
+    with _lock:
+        _recorders.append(recorder)
     try:
         yield recorder.found
     finally:
-        _recorders.reset(token)
+        with _lock:
+            _recorders.remove(recorder)
 
 
 def wants_bounds() -> bool:
     """Whether an open ``record`` asks for bounds."""
-    return any(recorder.with_bounds for recorder in _recorders.get())
+    with _lock:
+        return any(recorder.with_bounds and recorder.listens for recorder in _recorders)
 
 
 def add_record(report: MatmulReport) -> None:
     """Adds a report to every open ``record``."""
-    for recorder in _recorders.get():
-        recorder.found.append(report)
+    with _lock:
+        for recorder in _recorders:
+            if recorder.listens:
+                recorder.found.append(report)

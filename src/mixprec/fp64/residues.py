@@ -180,9 +180,20 @@ def residues(x: Tensor, mu: Tensor, used: Moduli, width: int) -> Tensor:
     exponent = width * parts - 1 - mu
     digits = x.new_empty((parts, *x.shape))
     fill(list(digits.unbind()), x, exponent, width)
-    powers = _tensor(_powers(width, parts, used.values), x)
-    result = torch.mm(powers, digits.flatten(1)).reshape(-1, *x.shape)
+    result = _combined(_powers(width, parts, used.values), digits)
     return reduce(result, _moduli_tensor(used, x, 4))
+
+
+def _combined(weights: tuple[tuple[int, ...], ...], x: Tensor) -> Tensor:
+    """Sums of weights[i][j] * x[j], integers below 2^53, exactly."""
+    if x.device.type == "cpu":
+        return torch.mm(_tensor(weights, x), x.flatten(1)).reshape(-1, *x.shape[1:])
+    # cuBLAS may emulate products in float64 too, in fewer bits
+    out = x.new_zeros((len(weights), *x.shape[1:]))
+    for sums, row in zip(out, weights, strict=True):
+        for weight, part in zip(row, x, strict=True):
+            sums.add_(part, alpha=weight)
+    return out
 
 
 def _tensor(values: tuple[tuple[int, ...], ...], like: Tensor) -> Tensor:
@@ -248,7 +259,7 @@ def _three_products(a: Complex, b: Complex, used: Moduli, engine: Engine) -> Com
 def remaindered(c: Tensor, used: Moduli) -> list[Term]:
     """The integers with residues c [N, batch, m, n] as exact terms, least significant first."""
     parts = len(used.product)
-    limbs = torch.mm(_tensor(used.weights, c), c.flatten(1)).reshape(parts, *c.shape[1:])
+    limbs = _combined(used.weights, c)
     base = 2.0**used.limb_bits
     # the value over P: an integer and less than a half, which float64 sees from the upper parts
     quotient = torch.zeros_like(limbs[0])

@@ -13,7 +13,7 @@ from mixprec.fp64.engines import Engine
 from mixprec.fp64.plan import NATIVE, Operand, Plan, Task
 from mixprec.fp64.request import SLICES
 from mixprec.fp64.residues import Norms
-from mixprec.fp64.sums import ADDED_UP, add_up, roundings
+from mixprec.fp64.sums import ADDED_UP, add_up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,14 +81,14 @@ def by_slices(
     right = slices.cut(b.values, b.exponent, width, parts, dtype=engine.dtype, is_reversed=True)
     multiply_slices = slices.multiply_by_own if is_symmetric else slices.multiply
     terms = multiply_slices(left, right, engine)
-    high, low = add_up(terms, plain=terms[0].exponent + slices.PLAIN_BITS - width)
+    high, low, lost = add_up(terms, plain=terms[0].exponent + slices.PLAIN_BITS - width)
     # in units of the leading slices: an element below 1 is 2^(w - 1) of them
     unit = 4.0 ** (width - 1)
     return Raw(
         high=high,
         low=low,
         truncated=a.values.shape[-1] * slices.dropped(width, parts) * unit,
-        roundings=roundings(len(terms)),
+        roundings=lost,
         unit=unit,
         rows=a.exponent - (width - 1),
         columns=b.exponent - (width - 1),
@@ -99,7 +99,7 @@ def by_residues(task: Task, count: int) -> Raw:
     """The product by so many moduli."""
     a, b, engine = task.a, task.b, task.engine
     used = residues.moduli(engine.width, count)
-    mu, nu, truncated = _residue_scaling(a, b, used)
+    mu, nu, truncated = _residue_scaling(task, used)
     right = residues.residues(b.values, nu, used, engine.width)
     if not task.is_complex:
         left = residues.residues(a.values, mu, used, engine.width)
@@ -115,7 +115,7 @@ def by_residues(task: Task, count: int) -> Raw:
             engine,
         )
         product = torch.cat(parts, -2)
-    high, low = add_up(residues.remaindered(product, used))
+    high, low, _ = add_up(residues.remaindered(product, used))
     # the leading term that is not 0 outweighs the others: ADDED_UP covers what adding them loses
     return Raw(
         high=high,
@@ -128,14 +128,15 @@ def by_residues(task: Task, count: int) -> Raw:
     )
 
 
-def _residue_scaling(
-    a: Operand, b: Operand, used: residues.Moduli
-) -> tuple[Tensor, Tensor, Tensor]:
+def _residue_scaling(task: Task, used: residues.Moduli) -> tuple[Tensor, Tensor, Tensor]:
     """The exponents of rows and columns, and the truncation in units of the integers."""
+    a, b, length = task.a, task.b, task.length
     norms_a, norms_b = Norms.of(a.values, a.exponent), Norms.of(b.values, b.exponent)
-    length = a.values.shape[-1]
     mu = residues.exponents(norms_a, a.exponent, used, length)
     nu = residues.exponents(norms_b, b.exponent, used, length)
+    if task.is_complex:
+        # [re, -im] and [im, re] have one norm, but for the order of its sum
+        mu = mu.unflatten(-1, (2, -1)).amin(-2).repeat(1, 2)
     # |a' b' - a b 2^(mu + nu)| is below |b| 2^nu / 2 + |a| 2^mu / 2 + 1/4
     whole_a = norms_a.one * torch.exp2((mu + a.exponent).to(torch.float64))
     whole_b = norms_b.one * torch.exp2((nu + b.exponent).to(torch.float64))

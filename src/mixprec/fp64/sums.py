@@ -1,11 +1,10 @@
-"""Exact terms to a result: an unevaluated sum of two float64, then the exponents of rows and
-columns.
+"""Exact terms added up to an unevaluated sum of two float64; the exponents of rows and columns.
 
     hi + lo = sum of the terms,   hi = RN(hi + lo)
 
-Exactness: without its last bits, about 2^-106 of the sum; ``ADDED_UP`` of it and
-``roundings`` bound that. The
-order is fixed, the least significant term first, so that equal terms give equal bits.
+Exactness: without its last bits, about 2^-106 of the sum; ``ADDED_UP`` of it and ``roundings``
+bound that. The order is fixed, the least significant term first, so that equal terms give equal
+bits.
 """
 
 from __future__ import annotations
@@ -27,32 +26,32 @@ _SAFE_EXPONENT = 400
 _BLOCK_ELEMENTS = 1 << 16
 
 
-def add_up(terms: Sequence[Term], plain: int | None = None) -> tuple[Tensor, Tensor]:
-    """(hi, lo) of the terms, given the least significant first; the terms are used up.
+def add_up(terms: Sequence[Term], plain: int | None = None) -> tuple[Tensor, Tensor, float]:
+    """(hi, lo) of the terms, given the least significant first, and ``roundings``.
 
     Args:
-        terms: What to add.
+        terms: What to add; they are used up.
         plain: Terms of exponents up to this are added with a rounding each, the others exactly.
     """
     first, *others = terms
     high = first.integer.mul_(2.0**first.exponent)
     low = torch.zeros_like(high)
+    count = sum(plain is None or term.exponent > plain for term in others)
     step = max(1, _BLOCK_ELEMENTS // max(high[..., :1, :].numel(), 1))
     for start in range(0, high.shape[-2], step):
         rows = slice(start, start + step)
         blocks = [Term(term.integer[..., rows, :], term.exponent) for term in others]
-        _add_block(high[..., rows, :], low[..., rows, :], blocks, plain)
-    return high, low
+        _add_block(high[..., rows, :], low[..., rows, :], blocks, count)
+    return high, low, roundings(count)
 
 
-def _add_block(high: Tensor, low: Tensor, terms: Sequence[Term], plain: int | None) -> None:
-    """Adds terms to high + low in place, and leaves high = RN(high + low)."""
-    exact = [term for term in terms if plain is None or term.exponent > plain]
-    for term in terms[: len(terms) - len(exact)]:
+def _add_block(high: Tensor, low: Tensor, terms: Sequence[Term], count: int) -> None:
+    """Adds terms, the last ``count`` exactly, to high + low in place; leaves high = RN(sum)."""
+    for term in terms[: len(terms) - count]:
         high.add_(term.integer, alpha=2.0**term.exponent)
     total, spare, sums = high, torch.empty_like(high), torch.empty_like(high)
-    last = torch.zeros_like(low) if len(exact) > _FEW_TERMS else None
-    for term in exact:
+    last = torch.zeros_like(low) if count > _FEW_TERMS else None
+    for term in terms[len(terms) - count :]:
         scaled = term.integer.mul_(2.0**term.exponent)
         total, spare = _two_sum_into(total, scaled, spare, sums)
         if last is not None:
@@ -60,7 +59,7 @@ def _add_block(high: Tensor, low: Tensor, terms: Sequence[Term], plain: int | No
             last.add_(scaled)
         else:
             low.add_(scaled)
-    if len(exact) > 1:
+    if count > 1:
         total, spare = _two_sum_into(total, low, spare, sums)
     if last is not None:
         total, spare = _two_sum_into(total, low.add_(last), spare, sums)
@@ -82,15 +81,17 @@ def _two_sum_into(a: Tensor, b: Tensor, total: Tensor, part: Tensor) -> tuple[Te
     return total, a
 
 
-def roundings(terms: int) -> float:
+def roundings(count: int) -> float:
     """What ``add_up`` loses besides, in units of the sum of absolute terms.
 
-    Up to five terms low is rounded at each: the i-th of them from the last is in at most i sums,
-    and their errors in i roundings of low. Of more terms a third part keeps what low drops.
+    Args:
+        count: Additions that keep their errors. Up to five, low is rounded at each: the i-th term
+            from the last is in at most i sums, and their errors in i roundings of low. Of more a
+            third part keeps what low drops.
     """
-    if terms > _FEW_TERMS:
-        return 2 * (terms * UNIT) ** 3
-    return 1.01 * terms * (terms + 1) / 2 * UNIT**2
+    if count > _FEW_TERMS:
+        return 2 * (count * UNIT) ** 3
+    return 1.01 * count * (count + 1) / 2 * UNIT**2
 
 
 def apply_exponents(x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:

@@ -1,10 +1,11 @@
 """Products in float64 from exact products of small integers, in place of native FP64 units.
 
-    out = a @ b.T + bias,   |out - exact| <= 2^-53 |exact| + 2^-54 |a| @ |b.T|
+    out = a @ b.T + bias,   |a @ b.T - exact| <= 2^-53 |exact| + 2^-54 |a| @ |b.T|
 
 ``fp64.matmul`` with as many bits as the operands need, so that no element is further off than a
-native product of the same operands may be; then bias, which rounds once more. Operands of other
-types are widened to float64, which loses nothing, and the result is rounded to the type asked for.
+native product of the same operands may be (rows and columns beyond its limit are native); then
+bias, which rounds once more. Operands of other types are widened to float64, which loses nothing,
+and the result is rounded to the type asked for.
 """
 
 from __future__ import annotations
