@@ -201,14 +201,17 @@ def test_refusals_say_what_they_got(
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "error", "message"),
     [
-        ({"bits": 0}, "bits: got 0; mantissa bits are a positive integer"),
-        ({"bits": "all"}, "bits: got 'all'; mantissa bits"),
-        ({"block_size": 0}, "block_size: got 0; panels have at least one column"),
+        ({"bits": 0}, ValueError, "bits: got 0; must be from 1 to"),
+        ({"bits": "all"}, TypeError, "bits: got 'all'; must be a whole number or 'auto'"),
+        ({"engine": "dd"}, ValueError, "engine: got 'dd'; must be one of auto, float64"),
+        ({"block_size": 0}, ValueError, "block_size: got 0; panels have at least one column"),
     ],
 )
-def test_options_out_of_range_are_refused(options: dict[str, object], message: str) -> None:
+def test_options_out_of_range_are_refused(
+    options: dict[str, object], error: type[Exception], message: str
+) -> None:
     one = torch.eye(2, dtype=torch.float64)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(error, match=message):
         solve_triangular(one, one, upper=True, **options)
