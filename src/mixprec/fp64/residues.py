@@ -168,20 +168,26 @@ def reduce(x: Tensor, p: Tensor) -> Tensor:
     Up to 2^53 the quotient may round across a half, and what is left be 2 beyond p/2 at most.
     """
     half = torch.full((), 0.5, dtype=x.dtype, device=x.device)
-    p = p.to(x.dtype)
+    p = p.to(x)
     quotient = torch.addcmul(half, x, 1 / p).floor_()
     return x.addcmul_(quotient, p, value=-1)
 
 
-def residues(x: Tensor, mu: Tensor, used: Moduli, width: int) -> Tensor:
-    """RN(x * 2^mu) modulo each: float64 integers [N, batch, rows, k]."""
+def residues(
+    x: Tensor, mu: Tensor, used: Moduli, width: int, dtype: torch.dtype = torch.float64
+) -> Tensor:
+    """RN(x * 2^mu) modulo each: integers [N, batch, rows, k] in a type that holds them."""
     parts = parts_for(math.ceil(used.norm_bits) + 1, width)
     # the last slice's unit is 2^-mu
     exponent = width * parts - 1 - mu
     digits = x.new_empty((parts, *x.shape))
     fill(list(digits.unbind()), x, exponent, width)
-    result = _combined(_powers(width, parts, used.values), digits)
-    return reduce(result, _moduli_tensor(used, x, 4))
+    out = torch.empty((len(used.values), *x.shape), dtype=dtype, device=x.device)
+    powers = _powers(width, parts, used.values)
+    # one modulus after the other: all of them in float64 would take eight times an int8 engine's
+    for residue, row, p in zip(out, powers, used.values, strict=True):
+        residue.copy_(reduce(_combined((row,), digits)[0], torch.tensor(float(p))))
+    return out
 
 
 def _combined(weights: tuple[tuple[int, ...], ...], x: Tensor) -> Tensor:
@@ -206,15 +212,21 @@ def _moduli_tensor(used: Moduli, like: Tensor, dim: int) -> Tensor:
 
 def multiply(a: Tensor, b: Tensor, used: Moduli, engine: Engine) -> Tensor:
     """The products of residues [N, batch, m, k] and [N, batch, n, k], reduced."""
-    batch, length = a.shape[1], a.shape[-1]
-    a, b = (x.flatten(0, 1).to(engine.dtype) for x in (a, b))
-    p = _moduli_tensor(used, a, 4)
-    total = None
-    for start in range(0, length, engine.capacity):
+    shape = (*a.shape[:-1], b.shape[-2])
+    out = torch.empty(shape, dtype=torch.float64, device=a.device)
+    for product, left, right, p in zip(out, a, b, used.values, strict=True):
+        product.copy_(_product(left.to(engine.dtype), right.to(engine.dtype), p, engine))
+    return out
+
+
+def _product(a: Tensor, b: Tensor, p: int, engine: Engine) -> Tensor:
+    """The product of residues modulo p, in blocks that the engine takes."""
+    modulus, total = torch.tensor(float(p)), None
+    for start in range(0, a.shape[-1], engine.capacity):
         block = slice(start, start + engine.capacity)
-        sums = reduce(engine.dot(a[..., block], b[..., block]).unflatten(0, (-1, batch)), p)
+        sums = reduce(engine.dot(a[..., block], b[..., block]), modulus)
         if engine.largest_sum > _SURE or total is not None:
-            sums = reduce(sums if total is None else sums.add_(total), p)
+            sums = reduce(sums if total is None else sums.add_(total), modulus)
         total = sums
     assert total is not None
     return total

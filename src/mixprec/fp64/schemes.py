@@ -100,9 +100,11 @@ def by_residues(task: Task, count: int) -> Raw:
     a, b, engine = task.a, task.b, task.engine
     used = residues.moduli(engine.width, count)
     mu, nu, truncated = _residue_scaling(task, used)
-    right = residues.residues(b.values, nu, used, engine.width)
+    # parts of complex numbers are added before they are multiplied
+    dtype = torch.float64 if task.is_complex else engine.dtype
+    right = residues.residues(b.values, nu, used, engine.width, dtype)
     if not task.is_complex:
-        left = residues.residues(a.values, mu, used, engine.width)
+        left = residues.residues(a.values, mu, used, engine.width, dtype)
         product = residues.multiply(left, right, used, engine)
     else:
         rows, length = a.values.shape[-2] // 2, task.length // 2
