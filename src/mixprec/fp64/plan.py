@@ -51,7 +51,7 @@ _LIMIT_PARTS = 10
 # what a slice and a modulus cost an element besides the products, in multiplications of the engine:
 # measured with DGEMM on two cores at 512 and 1024
 _SLICE_OVERHEAD = 250
-_RESIDUE_OVERHEAD = 650
+_RESIDUE_OVERHEAD = 400
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
