@@ -21,6 +21,7 @@ from mixprec.gemm.widening import has_fast_units
 from mixprec.hardware import GENERATIONS, Generation, generation
 from mixprec.quant_spec import QuantSpec
 from mixprec.recipes import PRODUCTS, Recipe
+from mixprec.variables import dotted
 
 # The torch release that first had a type for the codes; what is absent here has none.
 TORCH_TYPES: Mapping[str, tuple[int, int]] = {
@@ -158,7 +159,7 @@ class _Place:
     cpu_formats: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"{self.unit.name} ({_dotted(self.capability)})" if self.unit else "this CPU"
+        return f"{self.unit.name} ({dotted(self.capability)})" if self.unit else "this CPU"
 
     def why_not_format(self, fmt: FloatFormat) -> str | None:
         """Why a format is not multiplied natively here, or None."""
@@ -173,7 +174,7 @@ class _Place:
         if fmt.bits < _NARROW_BITS and since is None:
             return f"{self} has units, but torch has no type"
         if since is not None and self.torch < since:
-            return f"needs torch {_dotted(since)}, this is {_dotted(self.torch)}"
+            return f"needs torch {dotted(since)}, this is {dotted(self.torch)}"
         return None
 
     def why_not_product(self, gemm: GemmSpec) -> str | None:
@@ -223,13 +224,9 @@ def _first_with(fmt: FloatFormat) -> str:
     first: dict[str, str] = {}
     for row in GENERATIONS:
         if row.multiplies(fmt):
-            since = f" ({_dotted(row.capability)})" if any(row.capability) else ""
+            since = f" ({dotted(row.capability)})" if any(row.capability) else ""
             first.setdefault(row.vendor, f"{row.name}{since} has")
     return ", ".join(first.values()) or "no GPU of the table has"
-
-
-def _dotted(version: tuple[int, int]) -> str:
-    return ".".join(map(str, version))
 
 
 def release(torch_version: str) -> tuple[int, int]:

@@ -30,7 +30,7 @@ class _Release:
 
     def __str__(self) -> str:
         update = f" update {self.update}" if self.update else ""
-        return f"cuBLAS {_dotted(self.cublas)} (CUDA {_dotted(self.cuda)}{update})"
+        return f"cuBLAS {dotted(self.cublas)} (CUDA {dotted(self.cuda)}{update})"
 
 
 _SINGLES_FROM = _Release(cublas=(12, 9), cuda=(12, 9))
@@ -162,7 +162,7 @@ def _nvidia(machine: Machine) -> str | None:
 
 def _tf32(machine: Machine) -> str | None:
     if machine.capability is not None and machine.capability < _TF32_UNITS:
-        return f"no TF32 units in compute capability {_dotted(machine.capability)}"
+        return f"no TF32 units in compute capability {dotted(machine.capability)}"
     return _nvidia(machine)
 
 
@@ -177,7 +177,7 @@ def _emulates(
         if machine.capability is None:
             return "no NVIDIA GPU"
         if machine.capability not in capabilities:
-            return f"cuBLAS emulates nothing on compute capability {_dotted(machine.capability)}"
+            return f"cuBLAS emulates nothing on compute capability {dotted(machine.capability)}"
         return _too_old(machine.cuda, machine.cublas, first)
 
     return why_not
@@ -186,10 +186,10 @@ def _emulates(
 def _too_old(cuda: tuple[int, int], cublas: tuple[int, ...] | None, first: _Release) -> str | None:
     """Why a cuBLAS is not known to be of a release or later; None where it is."""
     if cublas is not None:
-        has = f"cuBLAS {_dotted(cublas)}"
+        has = f"cuBLAS {dotted(cublas)}"
         return None if cublas >= first.cublas else f"needs {first}, this torch has {has}"
     if cuda < first.cuda:
-        return f"needs {first}, this torch has CUDA {_dotted(cuda)}"
+        return f"needs {first}, this torch has CUDA {dotted(cuda)}"
     if cuda == first.cuda and first.update:
         return f"needs {first}, and the cuBLAS of this torch was not found"
     return None
@@ -213,7 +213,8 @@ def _mkl(machine: Machine) -> str | None:
     return None if machine.has_mkl else "this torch has no MKL"
 
 
-def _dotted(version: tuple[int, ...]) -> str:
+def dotted(version: tuple[int, ...]) -> str:
+    """(13, 0) as 13.0."""
     return ".".join(map(str, version))
 
 

@@ -10,6 +10,7 @@ import typer
 
 from mixprec.cli.options import Json
 from mixprec.cli.output import console, print_json, print_table
+from mixprec.variables import dotted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -162,12 +163,10 @@ def _stderr() -> Console:
 def _show_plan(found: Plan, out: Console) -> None:
     """What decides, what is set, and what takes effect."""
     here = found.machine
-    cuda = "without CUDA" if here.cuda is None else f"CUDA {_dotted(here.cuda)}"
-    library = "not found" if here.cublas is None else _dotted(here.cublas)
+    cuda = "without CUDA" if here.cuda is None else f"CUDA {dotted(here.cuda)}"
+    library = "not found" if here.cublas is None else dotted(here.cublas)
     library = "none" if here.cuda is None else library
-    gpu = (
-        "none from NVIDIA" if here.capability is None else f"capability {_dotted(here.capability)}"
-    )
+    gpu = "none from NVIDIA" if here.capability is None else f"capability {dotted(here.capability)}"
     out.print(f"torch: {cuda}; cuBLAS: {library}; GPU: {gpu}")
     removed = [name for name, value in found.changes.items() if value is None]
     if removed:
@@ -224,9 +223,9 @@ def _plan_data(found: Plan) -> dict[str, Any]:
     here = found.machine
     return {
         "command": list(found.command),
-        "torch_cuda": None if here.cuda is None else _dotted(here.cuda),
-        "cublas": None if here.cublas is None else _dotted(here.cublas),
-        "capability": None if here.capability is None else _dotted(here.capability),
+        "torch_cuda": None if here.cuda is None else dotted(here.cuda),
+        "cublas": None if here.cublas is None else dotted(here.cublas),
+        "capability": None if here.capability is None else dotted(here.capability),
         "changes": dict(found.changes),
         "variables": list(found.variables),
         "notes": list(found.notes),
@@ -236,7 +235,3 @@ def _plan_data(found: Plan) -> dict[str, Any]:
 def _outcome_data(outcome: Outcome) -> dict[str, Any]:
     """How a command ended, as JSON has it."""
     return {field.name: getattr(outcome, field.name) for field in dataclasses.fields(outcome)}
-
-
-def _dotted(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))

@@ -24,7 +24,6 @@ from mixprec.fp64.arithmetic import exponent_of, rounded_ratio, scale
 from mixprec.fp64.engines import Engine
 from mixprec.fp64.plan import NEAREST_BITS, Operand
 from mixprec.fp64.schemes import Raw, by_slices, error_of
-from mixprec.fp64.slices import MOST_PARTS_BITS
 from mixprec.fp64.sums import apply_exponents
 
 _LEAST_EXPONENT = -1074
@@ -58,7 +57,9 @@ def settle_open(result: Tensor, is_open: Tensor, a: Operand, b: Operand, engine:
             part_a, part_b = _select(a, index, row), _select(b, index, column)
             parts *= 2
             wanted = is_open[index][block]
-            if parts >= min(_whole_parts(part_a, part_b, engine.width), _most_parts(engine)):
+            if parts >= min(
+                _whole_parts(part_a, part_b, engine.width), slices.most_parts(engine.width)
+            ):
                 settled = result[index][block]
                 settled[wanted] = _exactly(part_a, part_b, wanted, engine)
                 result[index][block], is_open[index][block] = settled, False
@@ -76,10 +77,6 @@ def _close_zeros(result: Tensor, is_open: Tensor, a: Tensor, b: Tensor) -> None:
     is_zero = is_open[row] & (pattern == 0)
     result[row] = result[row].masked_fill_(is_zero, 0.0)
     is_open[row] = is_open[row] & ~is_zero
-
-
-def _most_parts(engine: Engine) -> int:
-    return MOST_PARTS_BITS // engine.width
 
 
 def _select(x: Operand, index: int, rows: Tensor) -> Operand:
@@ -142,7 +139,7 @@ def _exactly(a: Operand, b: Operand, wanted: Tensor, engine: Engine) -> Tensor:
     """The wanted elements of one matrix, rounded from their exact values."""
     width, row_column = engine.width, wanted.nonzero()
     parts = _whole_parts(a, b, width)
-    if parts > _most_parts(engine):
+    if parts > slices.most_parts(engine.width):
         totals = _exact_totals(a.values[0], b.values[0], row_column)
         values = [_to_float(total, _TOTAL_EXPONENT) for total in totals]
         return torch.tensor(values, dtype=torch.float64, device=a.values.device)

@@ -36,7 +36,7 @@ from mixprec.fp64.request import (
     Request,
 )
 from mixprec.fp64.residues import Norms
-from mixprec.fp64.slices import MOST_PARTS_BITS, dropped, parts_for
+from mixprec.fp64.slices import dropped, most_parts, parts_for
 
 NATIVE = "native"
 _AUTO_SHARE = UNIT / 2
@@ -258,7 +258,7 @@ def _need(task: Task, share: float) -> _Need:
     rows, columns = _none_of(task)
     exact, beyond = None, ""
     # k is in worst already
-    most = math.log2(share) - math.log2(dropped(task.engine.width, _most_parts(task)))
+    most = math.log2(share) - math.log2(dropped(task.engine.width, _limit(task)))
     if worst > most:
         found = lost()
         is_beyond = found > most
@@ -275,10 +275,10 @@ def _need(task: Task, share: float) -> _Need:
     return _Need(worst=worst, lost=lost, rows=rows, columns=columns, exact=exact, reason=reason)
 
 
-def _most_parts(task: Task) -> int:
+def _limit(task: Task) -> int:
     """Slices beyond which native products take over, or exact ones element by element."""
     if task.request.output == DOUBLE_DOUBLE:
-        return MOST_PARTS_BITS // task.engine.width
+        return most_parts(task.engine.width)
     return max(parts_for(_LIMIT_BITS, task.engine.width), _LIMIT_PARTS)
 
 
@@ -292,7 +292,7 @@ def _cover(is_beyond: Tensor) -> tuple[Tensor, Tensor]:
 
 def _fewest_parts(worst: float, share: float, width: int) -> int:
     """The fewest slices whose dropped bits are within a share; 1 where nothing can be lost."""
-    most = MOST_PARTS_BITS // width
+    most = most_parts(width)
     parts = range(1, most)
     enough = (s for s in parts if math.log2(dropped(width, s)) + worst <= math.log2(share))
     return next(enough, most)

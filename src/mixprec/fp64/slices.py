@@ -76,6 +76,11 @@ def parts_for(bits: int, width: int) -> int:
     return -(-(bits + 1) // width)
 
 
+def most_parts(width: int) -> int:
+    """The most slices of a width."""
+    return MOST_PARTS_BITS // width
+
+
 def dropped(width: int, parts: int) -> float:
     """Bound on what one product of elements below 1 loses to the slices left out.
 
