@@ -42,6 +42,11 @@ class Options:
     engine: str
     block_size: int
 
+    @property
+    def arguments(self) -> tuple[int | None, str, int]:
+        """The options as the operators take them."""
+        return self.bits, self.engine, self.block_size
+
     def as_keywords(self) -> dict[str, Any]:
         """The options as the public functions take them."""
         bits = "auto" if self.bits is None else self.bits

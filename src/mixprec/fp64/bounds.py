@@ -39,7 +39,7 @@ def element_bounds(error: Tensor, high: Tensor, task: Task, plan: Plan) -> Tenso
         bound = torch.where(plan.exact, exact, bound)
     # a pair has no second part for what overflows
     bound = bound.masked_fill(torch.isinf(high), torch.inf)
-    is_native = plan.native_rows.unsqueeze(-1) | plan.native_columns.unsqueeze(-2)
+    is_native = plan.is_native
     if bool(is_native.any()):
         share = (task.length + 2) * UNIT
         magnitudes = task.a.values.abs() @ task.b.values.abs().mT

@@ -57,7 +57,7 @@ def cholesky(
     """
     options = checked_options(bits, engine, block_size)
     check_matrices("A", A, square=True)
-    arguments = (options.bits, options.engine, options.block_size)
+    arguments = options.arguments
     return _cholesky(A.mH, *arguments).mH if upper else _cholesky(A, *arguments)
 
 

@@ -63,7 +63,7 @@ def lu(
     """
     options = checked_options(bits, engine, block_size)
     check_matrices("A", A)
-    order, lower, upper = _lu(A, pivot, options.bits, options.engine, options.block_size)
+    order, lower, upper = _lu(A, pivot, *options.arguments)
     if not pivot:
         return A.new_empty(0), lower, upper
     return permutation_matrix(order, A.dtype), lower, upper

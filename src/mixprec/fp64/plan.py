@@ -115,6 +115,11 @@ class Plan:
     reason: str
     exact: Tensor | None = None
 
+    @property
+    def is_native(self) -> Tensor:
+        """bool [batch, m, n], the elements in a row or column beyond the limit."""
+        return self.native_rows.unsqueeze(-1) | self.native_columns.unsqueeze(-2)
+
 
 def make_plan(task: Task) -> Plan:
     """The plan of a product, from the request and, where bits are not given, from the data.

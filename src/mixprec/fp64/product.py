@@ -104,7 +104,7 @@ def _put_beyond(high: Tensor, low: Tensor, task: Task, plan: Plan) -> None:
         nearest.put_pairs(high, low, plan.exact, task.a, task.b)
     elif plan.exact is not None:
         nearest.settle_open(high, plan.exact.clone(), task.a, task.b, task.engine)
-    is_native = plan.native_rows.unsqueeze(-1) | plan.native_columns.unsqueeze(-2)
+    is_native = plan.is_native
     if bool(is_native.any()):
         put_native(high, task.a.values, task.b.values, plan.native_rows, plan.native_columns)
         is_open = is_native & ~torch.isfinite(high)

@@ -62,7 +62,7 @@ def qr(
     check_matrices("A", A)
     if mode not in MODES:
         raise ValueError(f"mode: got {mode!r}; it is one of {', '.join(MODES)}; use 'reduced'")
-    q, r = _qr(A, mode, options.bits, options.engine, options.block_size)
+    q, r = _qr(A, mode, *options.arguments)
     return q, r
 
 

@@ -82,7 +82,7 @@ def solve(
 
 
 def _with_gradients(a: Tensor, b: Tensor, options: Options) -> Tensor:
-    arguments = (options.bits, options.engine, options.block_size)
+    arguments = options.arguments
     order, lower, upper = _factors(a.detach(), *arguments)
     return _apply(a, b, order, lower, upper, False, *arguments)
 

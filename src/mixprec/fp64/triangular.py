@@ -72,7 +72,7 @@ def solve_triangular(
     check_matrices("B", B)
     check_pair(A, B, left=left)
     A, B = same_batch(A, B)
-    arguments = (unitriangular, options.bits, options.engine, options.block_size)
+    arguments = (unitriangular, *options.arguments)
     if left:
         return _solve_triangular(A, B, upper, *arguments)
     return _solve_triangular(A.mT, B.mT, not upper, *arguments).mT
