@@ -21,7 +21,6 @@ from mixprec.recipes import PRODUCTS, RECIPES, Recipe, get_recipe
 from mixprec.rounding import SOURCE_FORMATS
 from mixprec.train import checkpoint
 from mixprec.train.config import Config
-from mixprec.train.models import MODELS
 from mixprec.train.trainer import Trainer, pick_device
 
 LOSS = "(loss)"
@@ -128,7 +127,7 @@ def explain_run(config: Config) -> list[OperationRow]:
         with recording.region(trainer.recipe, "cuda"):
             output = trainer.model(inputs)
             recording.path = LOSS
-            MODELS[config.model].loss(output, targets)
+            trainer.criterion(output, targets)
     return recording.rows
 
 

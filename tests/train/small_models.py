@@ -6,7 +6,7 @@ import pytest
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mixprec.train import trainer
+from mixprec.train import models
 from mixprec.train.data import Dataset, Split
 from mixprec.train.models import ModelEntry
 
@@ -50,4 +50,4 @@ SLOPE = ModelEntry(build=Slope, loss=lambda output, _: output.float().mean())
 
 def use(monkeypatch: pytest.MonkeyPatch, entry: ModelEntry) -> None:
     """Have a configuration's model be that one."""
-    monkeypatch.setattr(trainer, "MODELS", {"mnist_cnn": entry})
+    monkeypatch.setattr(models, "MODELS", {"mnist_cnn": entry})

@@ -27,8 +27,9 @@ from mixprec.formats import lookup
 from mixprec.gemm.api import IMPLS
 from mixprec.recipes import OPT_LEVELS
 from mixprec.train.data import DATASETS
-from mixprec.train.models import MODELS
+from mixprec.train.models import MODELS, check_model_name, is_user_model
 from mixprec.train.recipe_choice import RecipeTable, recipe_label, resolve_recipe, step_recipe
+from mixprec.train.toml_text import document
 
 OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = MappingProxyType(
     {
@@ -66,6 +67,12 @@ def _one_of(path: str, table: Mapping[str, Any]) -> PlainValidator:
         return value.lower()
 
     return PlainValidator(check)
+
+
+def _checked_model(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"model: got {value!r}; a name is text; use {', '.join(MODELS)}")
+    return check_model_name(value)
 
 
 def _checked_device(value: Any) -> str:
@@ -177,14 +184,16 @@ class CheckpointConfig(_Section):
 class Config(_Section):
     """One run: a model, its recipe and base, and how it is trained.
 
-    base: in place of the recipe's own, fp32, bf16 or fp16; recipe_source: where the recipe's name
-    came from, which `load` writes.
+    model, model_options: as `mixprec.train.models.build_model` takes them; base: in place of the
+    recipe's own, fp32, bf16 or fp16; recipe_source: where the recipe's name came from, which `load`
+    writes.
     """
 
-    model: Annotated[str, _one_of("model", MODELS)] = "mnist_cnn"
+    model: Annotated[str, PlainValidator(_checked_model)] = "mnist_cnn"
     recipe: Annotated[RecipeTable, PlainValidator(_checked_recipe)] = "fp32"
     base: Literal["fp32", "bf16", "fp16"] | None = None
     recipe_source: Literal["default", "configuration", "AMPLITE_LEVEL"] = "default"
+    model_options: dict[str, Any] = field(default_factory=dict)
     convert: ConvertConfig = ConvertConfig()
     scaler: ScalerConfig = ScalerConfig()
     data: DataConfig = DataConfig()
@@ -238,7 +247,7 @@ def from_dict(table: Mapping[str, Any]) -> Config:
     except ValidationError as error:
         faults += [_line(entry) for entry in error.errors()]
         raise ConfigError("\n".join(faults)) from error
-    faults += [*_option_faults(config.optimizer), *_step_faults(config)]
+    faults += [*_model_faults(config), *_option_faults(config.optimizer), *_step_faults(config)]
     if faults:
         raise ConfigError("\n".join(faults))
     return config
@@ -280,12 +289,7 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 def to_toml(config: Config) -> str:
     """The whole configuration, defaults included, as TOML that `load` reads back equal."""
-    table = to_dict(config)
-    sections = {key: value for key, value in table.items() if isinstance(value, dict)}
-    lines = [f"{key} = {_value(table[key])}" for key in table if key not in sections]
-    for name, section in sections.items():
-        lines += ["", f"[{name}]", *(f"{_key(key)} = {_value(section[key])}" for key in section)]
-    return "\n".join(lines) + "\n"
+    return document(to_dict(config))
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -332,6 +336,8 @@ def _line(error: ErrorDetails) -> str:
 def _unknown(path: str, known: Sequence[str]) -> str:
     near = difflib.get_close_matches(path.rpartition(".")[2], known, n=1)
     hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}"
+    if not known:
+        hint = "there are none; leave it out"
     return f"{path}: got an unknown key; {hint}"
 
 
@@ -344,8 +350,26 @@ def _keys_beside(path: tuple[int | str, ...]) -> list[str]:
 
 def _option_faults(optimizer: OptimizerConfig) -> list[str]:
     known = list(inspect.signature(OPTIMIZERS[optimizer.name]).parameters)[2:]
-    unknown = [key for key in optimizer.options if key not in known]
-    return [_unknown(f"optimizer.options.{key}", known) for key in unknown]
+    return _unknown_keys("optimizer.options", optimizer.options, known)
+
+
+def _unknown_keys(path: str, options: Mapping[str, Any], known: Sequence[str]) -> list[str]:
+    return [_unknown(f"{path}.{key}", known) for key in options if key not in known]
+
+
+def _model_faults(config: Config) -> list[str]:
+    """What is wrong with the options; those of a user's function show when it is called."""
+    if is_user_model(config.model):
+        return []
+    entry = MODELS[config.model]
+    unknown = _unknown_keys("model_options", config.model_options, entry.options)
+    if unknown:
+        return unknown
+    try:
+        entry.arguments(config.model_options)
+    except ValueError as error:
+        return [f"model_options.{error}"]
+    return []
 
 
 def _step_faults(config: Config) -> list[str]:
@@ -366,18 +390,3 @@ def _without_none(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_none(entry) for key, entry in value.items() if entry is not None}
     return list(value) if isinstance(value, tuple) else value
-
-
-def _key(name: str) -> str:
-    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _value(name)
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, dict):
-        return (
-            "{" + ", ".join(f"{_key(key)} = {_value(entry)}" for key, entry in value.items()) + "}"
-        )
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_value, value)) + "]"
-    # TOML has JSON's true, false and escapes; its inf and nan are Python's.
-    return repr(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)

@@ -24,7 +24,7 @@ from mixprec.train import checkpoint, optimizers
 from mixprec.train.config import Config, to_dict
 from mixprec.train.data import DATASETS, Dataset, Split, epoch_order, stream_seed
 from mixprec.train.faults import NonFiniteError, first_fault
-from mixprec.train.models import MODELS
+from mixprec.train.models import build_model
 from mixprec.train.recipe_choice import by_layer, step_recipe
 
 # A resumed run may go on longer, elsewhere, or be recorded otherwise; all else shapes its numbers.
@@ -98,6 +98,7 @@ class Trainer:
 
     Attributes:
         model: The converted model; `report` says what the conversion did.
+        criterion: (output, targets) -> the mean loss that is minimised.
         done: Steps so far, of `total`, those that an overflow skipped among them: the data goes on.
         skipped: How many of these were skipped.
         loss: The training loss of the last one; NaN before the first.
@@ -110,10 +111,9 @@ class Trainer:
         data = dataset or DATASETS[config.data.name](config.data.path)
         self.train_rows = _on(self.device, data.train)
         self.evaluation_rows = _on(self.device, data.evaluation)
-        entry = MODELS[config.model]
-        self._loss = entry.loss
         torch.manual_seed(config.train.seed)
-        self.model = entry.build().to(self.device)
+        model, self.criterion = build_model(config.model, config.model_options)
+        self.model = model.to(self.device)
         self.report = _convert(self.model, config)
         optimizers.rehearse(config.optimizer, self.device)
         optimizer = optimizers.make(config.optimizer, self.model.named_parameters())
@@ -182,7 +182,7 @@ class Trainer:
     def _output_and_loss(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         with region(self.recipe):
             output = self._forward(self._cast(inputs))
-            return output, self._loss(output, targets)
+            return output, self.criterion(output, targets)
 
     def _run(self, inputs: Tensor) -> object:
         with region(self.recipe):
