@@ -22,6 +22,7 @@ LAYERS = [
     "rounding",
     "codes",
     "hadamard",
+    "windows",
     "scale_rules",
     "scaling",
     "quant_spec",

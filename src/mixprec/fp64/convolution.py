@@ -17,8 +17,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
+
+from mixprec.windows import Windows, mirrored, pad, spread, transposed_padding
 
 Multiply = Callable[[Tensor, Tensor], Tensor]
 """[G, m, k] and [G, k, n] to [G, m, n]."""
@@ -46,6 +47,10 @@ class Geometry:
         first, second, third = lists
         return Geometry(stride=first, padding=second, dilation=third, groups=groups)
 
+    def windows(self, kernel: Sequence[int]) -> Windows:
+        """The windows of a kernel, in a padded input."""
+        return Windows(kernel=tuple(kernel), stride=self.stride, dilation=self.dilation)
+
 
 def convolve(x: Tensor, weight: Tensor, geometry: Geometry, multiply: Multiply) -> Tensor:
     """x[N, C, *S] by weight[O, C / G, *K], to [N, O, *P]."""
@@ -61,19 +66,12 @@ def convolve_transposed(
     multiply: Multiply,
 ) -> Tensor:
     """x[N, C, *S] by weight[C, O / G, *K], to [N, O, *P]: the gradient of ``convolve`` by x."""
-    axes = tuple(range(2, weight.dim()))
-    mirrored = weight.unflatten(0, (geometry.groups, weight.shape[0] // geometry.groups))
-    mirrored = mirrored.transpose(1, 2).flatten(0, 1).flip(axes)
-    reach = [
-        dilation * (size - 1) - padding
-        for dilation, size, padding in zip(
-            geometry.dilation, weight.shape[2:], geometry.padding, strict=True
-        )
-    ]
-    padding = [(size, size + more) for size, more in zip(reach, output_padding, strict=True)]
-    ones = (1,) * len(axes)
+    kernel = weight.shape[2:]
+    padding = transposed_padding(kernel, geometry.padding, geometry.dilation, output_padding)
+    ones = (1,) * len(kernel)
     plain = Geometry(stride=ones, padding=ones, dilation=geometry.dilation, groups=geometry.groups)
-    return _convolve(_spread(x, geometry.stride), mirrored, padding, plain, multiply)
+    by_output = mirrored(weight, geometry.groups)
+    return _convolve(spread(x, geometry.stride), by_output, padding, plain, multiply)
 
 
 def input_gradient(
@@ -100,7 +98,7 @@ def weight_gradient(
 ) -> Tensor:
     """[O, C / G, *K]: gradient[N, O, *P] times the windows of x[N, C, *S]; K is given."""
     padding = [(size, size) for size in geometry.padding]
-    rows = _windows(_pad(x, padding), sizes, geometry)
+    rows = geometry.windows(sizes).view(pad(x, padding))
     rows = _first(rows, gradient.shape[2:])
     columns = _rows_by_group(rows, len(sizes), geometry.groups)
     groups, outputs = geometry.groups, gradient.shape[1]
@@ -123,7 +121,7 @@ def _convolve(
     multiply: Multiply,
 ) -> Tensor:
     groups, outputs, sizes = geometry.groups, weight.shape[0], weight.shape[2:]
-    windows = _windows(_pad(x, padding), sizes, geometry)
+    windows = geometry.windows(sizes).view(pad(x, padding))
     counts = windows.shape[2 : 2 + len(sizes)]
     rows = _rows_by_group(windows, len(sizes), groups)
     by_group = weight.reshape(groups, outputs // groups, rows.shape[-1])
@@ -131,34 +129,6 @@ def _convolve(
     # [G, N, *P, O / G] to [N, G, O / G, *P]
     product = product.reshape(groups, x.shape[0], *counts, outputs // groups)
     return product.movedim(-1, 2).movedim(0, 1).reshape(x.shape[0], outputs, *counts)
-
-
-def _pad(x: Tensor, padding: Sequence[tuple[int, int]]) -> Tensor:
-    """Zeros around the spatial axes; a negative size takes elements away."""
-    sizes = [size for pair in reversed(padding) for size in pair]
-    return torch.nn.functional.pad(x, sizes) if any(sizes) else x
-
-
-def _spread(x: Tensor, stride: Sequence[int]) -> Tensor:
-    """x with stride - 1 zeros between neighbours."""
-    if math.prod(stride) == 1:
-        return x
-    sizes = [(size - 1) * step + 1 for size, step in zip(x.shape[2:], stride, strict=True)]
-    out = x.new_zeros(*x.shape[:2], *sizes)
-    places = out
-    for axis, step in enumerate(stride, start=2):
-        places = places.unfold(axis, 1, step).squeeze(-1)
-    places.copy_(x)
-    return out
-
-
-def _windows(x: Tensor, sizes: Sequence[int], geometry: Geometry) -> Tensor:
-    """[N, C, *P, *K], a view of x."""
-    for axis, (size, stride, dilation) in enumerate(
-        zip(sizes, geometry.stride, geometry.dilation, strict=True)
-    ):
-        x = x.unfold(2 + axis, dilation * (size - 1) + 1, stride)[..., ::dilation]
-    return x
 
 
 def _rows_by_group(windows: Tensor, axes: int, groups: int) -> Tensor:
