@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import mixprec
 from mixprec import RECIPES, GemmSpec, QuantSpec, Recipe, linear, quantize
-from mixprec.autograd import LinearState, delayed_positions
 from mixprec.formats import FORMATS
+from mixprec.linear_products import LinearState, delayed_positions
 from mixprec.measure import SavedTensor, saved_bytes
 from mixprec.noise import Noise
 from mixprec.scaling import DelayedState, delayed_state, roll_history

@@ -11,7 +11,7 @@ from quant_oracles import assert_product
 from torch import Tensor
 
 from mixprec import RECIPES, Recipe, linear, quantize
-from mixprec.autograd import shared_positions
+from mixprec.linear_products import shared_positions
 from mixprec.measure import saved_bytes, sqnr_db
 from mixprec.noise import Noise
 from mixprec.recipes import operands

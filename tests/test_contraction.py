@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mixprec import RECIPES, GemmSpec, Noise, QuantSpec, Recipe, linear
-from mixprec.autograd import delayed_positions
 from mixprec.contraction import einsum
 from mixprec.formats import FORMATS
+from mixprec.linear_products import delayed_positions
 
 E4M3 = QuantSpec(format=FORMATS["e4m3"])
 ROW = QuantSpec(format=FORMATS["e4m3"], block=(1, -1), scale_rule="pow2")

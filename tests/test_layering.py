@@ -37,6 +37,7 @@ LAYERS = [
     "recipes",
     "what_if",
     "policy",
+    "linear_products",
     "autograd",
     "contraction",
     "nn",

@@ -62,13 +62,13 @@ class Windows:
         x = rows.new_zeros(shape)
         offsets = itertools.product(*map(range, self.kernel))
         for place, offset in enumerate(offsets):
-            spans = (
+            spans = [
                 slice(k * dilation, k * dilation + (count - 1) * stride + 1, stride)
                 for k, count, stride, dilation in zip(
                     offset, positions, self.stride, self.dilation, strict=True
                 )
-            )
-            x[(..., *spans)] += parts[..., place]
+            ]
+            x[:, :, *spans] += parts[..., place]
         return x
 
     def growth(self, sizes: Sequence[int]) -> float:

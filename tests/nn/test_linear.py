@@ -13,7 +13,7 @@ from quant_oracles import with_distinct_products
 from torch import Tensor, nn
 
 import mixprec
-import mixprec.autograd
+import mixprec.linear_products
 from mixprec.hadamard import hadamard
 from mixprec.nn import QuantizedLinear
 from mixprec.recipes import RECIPES
@@ -102,9 +102,9 @@ def test_nothing_is_multiplied_for_a_gradient_nobody_needs(
     recipe: str, needs: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     products: list[int] = []
-    multiply = mixprec.autograd.multiply
+    multiply = mixprec.linear_products.multiply
     monkeypatch.setattr(
-        mixprec.autograd, "multiply", lambda *a, **k: products.append(1) or multiply(*a, **k)
+        mixprec.linear_products, "multiply", lambda *a, **k: products.append(1) or multiply(*a, **k)
     )
     layer, x = nn.Linear(16, 16), batch(0).requires_grad_(bool(needs[0]))
     layer.weight.requires_grad_(bool(needs[1]))
@@ -129,7 +129,9 @@ def test_nothing_is_quantised_for_a_bias_alone(
     layer.weight.requires_grad_(False)
     mixprec.convert(layer, recipe)
     y = layer(batch(0))
-    monkeypatch.setattr(mixprec.autograd, "quantize", lambda *_, **__: pytest.fail("quantised"))
+    monkeypatch.setattr(
+        mixprec.linear_products, "quantize", lambda *_, **__: pytest.fail("quantised")
+    )
     y.sum().backward()
     assert torch.equal(layer.bias.grad, torch.full((16,), 8.0))
 
@@ -144,9 +146,9 @@ def test_nothing_is_quantised_for_a_bias_alone(
 def test_nothing_is_quantised_for_backward_without_grad_mode(
     recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layer, calls, quantize = nn.Linear(16, 16).eval(), [], mixprec.autograd.quantize
+    layer, calls, quantize = nn.Linear(16, 16).eval(), [], mixprec.linear_products.quantize
     monkeypatch.setattr(
-        mixprec.autograd, "quantize", lambda *a, **k: calls.append(1) or quantize(*a, **k)
+        mixprec.linear_products, "quantize", lambda *a, **k: calls.append(1) or quantize(*a, **k)
     )
     mixprec.convert(layer, recipe)
     with torch.no_grad():

@@ -13,7 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mixprec.autograd import (
+from mixprec.autograd import linear
+from mixprec.gemm.api import Operand
+from mixprec.hadamard import hadamard
+from mixprec.linear_products import (
     G_GRAD_INPUT,
     G_GRAD_WEIGHT,
     W_GRAD_INPUT,
@@ -22,12 +25,9 @@ from mixprec.autograd import (
     X_OUTPUT,
     LinearState,
     delayed_positions,
-    linear,
     quantize_operand,
     state_position,
 )
-from mixprec.gemm.api import Operand
-from mixprec.hadamard import hadamard
 from mixprec.noise import Noise
 from mixprec.quant_spec import QuantSpec
 from mixprec.recipes import OPERANDS, Recipe
