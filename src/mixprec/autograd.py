@@ -99,13 +99,6 @@ class _Linear(torch.autograd.Function):
         return *run(g_MN, *ctx.saved_tensors, call), None
 
     @staticmethod
-    def jvp(ctx: Any, *_: Any) -> Any:
-        raise RuntimeError(
-            "linear: got forward-mode differentiation; quantised products have gradients alone; "
-            "use torch.func.grad, vjp or jacrev"
-        )
-
-    @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
         return _each_entry(_Linear, info, in_dims, args)
 
