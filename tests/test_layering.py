@@ -18,6 +18,7 @@ LAYERS = [
     "variables",
     "cublas",
     "measure",
+    "memory",
     "noise",
     "rounding",
     "codes",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,10 @@ def test_the_table(cli: Callable, config: Path) -> None:
     code, out, err = cli("compare", str(config), *words)
     assert (code, err) == (0, "")
     assert "mnist_cnn on mnist, 3 steps, seed 1, 2" in out
+    assert "memory of a step, MB" in out
+    assert all(f" {word} " in out for word in ("gradients", "optimiser state", "activations"))
+    assert re.search(r"^process peak \d+ MB: all runs", out, re.MULTILINE)
+    assert max(map(len, out.splitlines())) <= 80
     flat = "".join(out.split())
     for text in ("fp32", "fp8_rowwise", "native", "±", "+0.00", "-/-/-"):
         assert text in flat

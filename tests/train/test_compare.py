@@ -89,6 +89,9 @@ def test_entries(result: dict[str, Any]) -> None:
         assert run["param_bytes"] == 4 * 1_199_882
         # Adadelta keeps two moments a parameter and one step count a tensor.
         assert run["optimizer_bytes"] == 2 * 4 * 1_199_882 + 8 * 4
+        assert run["grad_bytes"] == run["param_bytes"]
+        # at the end of backward weights, state and gradients are alive, not the 56 rows of data
+        assert run["peak_bytes"] > run["optimizer_bytes"] + 2 * run["param_bytes"]
         assert run["curve"]["step"] == list(range(1, 13))
     assert result["runs"][0]["impl"] == "native"
     assert result["runs"][0]["step_ratio"] == 1.0
@@ -167,6 +170,7 @@ def test_saved_bytes_are_those_of_a_training_batch(small: Small) -> None:
         with saved_bytes(trainer.model.parameters()) as saved:
             trainer.loss_of(*trainer.batches(0)[0])
         assert run["saved_bytes"] == saved.activation_bytes
+        assert run["peak_bytes"] > run["param_bytes"] + run["optimizer_bytes"] + run["saved_bytes"]
     assert runs[1]["saved_bytes"] < runs[0]["saved_bytes"]
 
 

@@ -22,10 +22,15 @@ COLUMNS = (
     "SQNR dB x/w/g",
     "step ms",
     "ratio",
-    "saved MB",
-    "params+optim MB",
     "impl",
 )
+MEMORY = {
+    "param_bytes": "parameters",
+    "grad_bytes": "gradients",
+    "optimizer_bytes": "optimiser state",
+    "saved_bytes": "activations",
+    "peak_bytes": "peak",
+}
 
 
 def compare(
@@ -116,11 +121,23 @@ def _show(result: Mapping[str, Any]) -> None:
         title=f"{result['model']} on {result['data']}, {result['steps']} steps, seed {seeds}",
         numeric=set(COLUMNS) - {"recipe", "impl"},
     )
+    print_table(
+        ("recipe", *MEMORY.values()),
+        [
+            (run["recipe"], *(_cell(run[key], ".2f", None, 1 / MEGABYTE) for key in MEMORY))
+            for run in runs
+        ],
+        title="memory of a step, MB",
+        numeric=MEMORY.values(),
+    )
     for run in runs:
         if run["failure"]:
             console().print(f"{run['recipe']}: {run['failure']}")
         if run["loss_scale"] is not None:
             console().print(_scale_line(run, result["seeds"]))
+    if result["process_peak_bytes"] is not None:
+        peak = result["process_peak_bytes"] / MEGABYTE
+        console().print(f"process peak {peak:.0f} MB: all runs, libraries and data together")
     for note in result["notes"]:
         console().print(note)
 
@@ -136,7 +153,6 @@ def _scale_line(run: Mapping[str, Any], seeds: Sequence[int]) -> str:
 
 def _row(run: Mapping[str, Any]) -> tuple[str, ...]:
     spread = run["spread"]
-    memory = (run["param_bytes"] + run["optimizer_bytes"]) / MEGABYTE
     return (
         run["recipe"],
         _cell(run["train_loss"], ".4f", spread["train_loss"]),
@@ -146,8 +162,6 @@ def _row(run: Mapping[str, Any]) -> tuple[str, ...]:
         "/".join(_cell(run["sqnr"][kind], ".0f") for kind in "xwg"),
         _cell(run["step_ms"], ".1f"),
         _cell(run["step_ratio"], ".2f"),
-        _cell(run["saved_bytes"], ".2f", None, 1 / MEGABYTE),
-        f"{memory:.2f}",
         run["impl"],
     )
 

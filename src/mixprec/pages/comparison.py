@@ -23,6 +23,8 @@ HEADINGS = {
     "step_ms": "step (ms)",
     "step_ratio": "step ratio",
     "saved_bytes": "saved for backward (bytes)",
+    "grad_bytes": "gradients (bytes)",
+    "peak_bytes": "peak of live tensors (bytes)",
     "param_bytes": "parameters (bytes)",
     "optimizer_bytes": "optimiser state (bytes)",
     "impl": "implementation",

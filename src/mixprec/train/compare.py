@@ -6,7 +6,7 @@ alike; the ratio of step times is the median over the steps of the ratio within 
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from mixprec.hardware import generation
 from mixprec.measure import saved_bytes, sqnr_db
+from mixprec.memory import peak_bytes, process_peak, storage_bytes, tensors_in
 from mixprec.nn import QuantizedLinear
 from mixprec.quantization import QuantizedTensor
 from mixprec.recipes import Recipe
@@ -99,8 +100,10 @@ class _Contender:
             "accuracy": None,
             "saved_bytes": None,
             "sqnr": dict.fromkeys(OPERAND_KINDS),
-            "param_bytes": _bytes(self.trainer.model.parameters()),
-            "optimizer_bytes": _bytes(_state_tensors(self.trainer.optimizer.state_dict())),
+            "param_bytes": storage_bytes(self.trainer.model.parameters()),
+            "grad_bytes": storage_bytes(_gradients(self.trainer.model)),
+            "optimizer_bytes": storage_bytes(tensors_in(self.trainer.optimizer.state_dict())),
+            "peak_bytes": None,
             # The first step allocates, and compiles.
             "step_ms": self.step_ms[1:] or self.step_ms,
             "curve": losses,
@@ -109,6 +112,8 @@ class _Contender:
             "skipped": self.trainer.skipped,
         }
         self._guarded(lambda: record.update(_scores(self.trainer)))
+        if self.failure is None:
+            record["peak_bytes"] = _peak(self.trainer)
         return record | {"failure": self.failure}
 
     def _guarded(self, action: Callable[[], None]) -> None:
@@ -155,13 +160,16 @@ def run(
         - `sqnr`: decibels of x, w and g, mean over layers and products on one batch after training.
         - `step_ms`: median; `step_ratio`: median of the ratios to the first recipe's same step.
         - `saved_bytes`: kept for backward by one batch, parameters apart; `param_bytes`,
-          `optimizer_bytes`: of the tensors that exist between steps.
+          `grad_bytes`, `optimizer_bytes`: of the tensors that exist after a step; `peak_bytes`: the
+          most that is alive at once in a step, temporaries too and the data apart
+          (`mixprec.memory.peak_bytes`), None for a model compiled for a CPU.
         - `loss_scale`: after the last step, None without loss scaling; `skipped`: steps that an
           overflow cost; `scale_curve`: the scale of each step and which were skipped; of the last
           seed.
         - `impl`: the resolved implementation; `curve`: the training loss of each step, mean over
           seeds; `failure`: why a run has no numbers, else None.
 
+        `process_peak_bytes` is of the whole process, which holds all the runs, and never goes down.
         `notes` says what the figures do not: that emulated times are not the hardware's, or that
         the device's FP8 units add in fewer bits than FP32, with the bound.
     Raises:
@@ -185,6 +193,7 @@ def run(
         "seeds": [start.train.seed + offset for offset in range(seeds)],
         "notes": [*level_notes(start, list(chosen)), *_notes(impls, target)],
         "environment": environment(target),
+        "process_peak_bytes": process_peak(),
         "runs": [_run(records, by_seed) for records in zip(*by_seed, strict=True)],
         "by_seed": by_seed,
     }
@@ -267,6 +276,22 @@ def _probe(trainer: Trainer) -> tuple[int, dict[str, float | None]]:
     return saved.activation_bytes, {name: _mean(values) for name, values in decibels.items()}
 
 
+def _peak(trainer: Trainer) -> int | None:
+    """The most bytes alive in one more step; None where they cannot be counted, or it failed."""
+    if trainer.config.train.compile and trainer.device.type == "cpu":
+        return None
+    model = trainer.model
+    existing = [*model.parameters(), *model.buffers()]
+    existing += tensors_in(trainer.optimizer.state_dict())
+    rows = trainer.train_rows
+    try:
+        return peak_bytes(
+            trainer.step, trainer.device, tensors=existing, apart=(rows.inputs, rows.targets)
+        )
+    except NonFiniteError:
+        return None
+
+
 def _run(
     records: Sequence[dict[str, Any]], by_seed: Sequence[Sequence[dict[str, Any]]]
 ) -> dict[str, Any]:
@@ -290,7 +315,9 @@ def _run(
         "step_ratio": statistics.median(ratios) if ratio_known else None,
         "saved_bytes": last["saved_bytes"],
         "param_bytes": last["param_bytes"],
+        "grad_bytes": last["grad_bytes"],
         "optimizer_bytes": last["optimizer_bytes"],
+        "peak_bytes": last["peak_bytes"],
         "failure": failure,
         "spread": {key: _deviation([r[key] for r in records]) for key in _OVER_SEEDS},
         "curve": _mean_curve([r["curve"] for r in records]),
@@ -315,18 +342,8 @@ def _difference(value: float | None, base: float | None) -> float | None:
     return None if value is None or base is None else value - base
 
 
-def _state_tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in an optimizer's state dict, masters and compensations among them."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from (tensor for entry in value.values() for tensor in _state_tensors(entry))
-    elif isinstance(value, list | tuple):
-        yield from (tensor for entry in value for tensor in _state_tensors(entry))
-
-
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
+def _gradients(model: nn.Module) -> Iterator[Tensor]:
+    return (p.grad for p in model.parameters() if p.grad is not None)
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
