@@ -41,6 +41,8 @@ LAYERS = [
     "linear_products",
     "autograd",
     "contraction",
+    "attention",
+    "grouped",
     "nn",
     "optim",
     "amp",

@@ -161,17 +161,19 @@ def _gradients(
             assert spec is not None
             b: Operand = restored(kept[:4], spec, len(g_MN))
         else:
-            b = plan.quantize(plan.matrix(x).t(), X_GRAD_WEIGHT, records)
+            b = plan.x_again(x, records)
         g_T = plan.transposed(g_MN, g, G_GRAD_WEIGHT, records)
         grad_w = plan.multiply(GRAD_WEIGHT, g_T, b, None, plan.weight_dtype)
     if needs_bias:
         grad_bias = g_MN.sum(0, dtype=sum_dtype(g_MN.dtype)).to(plan.bias_dtype)
-    if records and plan.noise is not None and isinstance(plan.noise.step, Tensor):
+    counts = records and plan.state.counts_noise
+    if counts and plan.noise is not None and isinstance(plan.noise.step, Tensor):
         plan.noise.step.add_(1)
     return grad_x, grad_w, grad_bias
 
 
-def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Refuse what ``linear`` refuses of tensors and their shapes."""
     for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
         if tensor is not None:
             check_floating(name, tensor)
@@ -244,7 +246,7 @@ def linear(
     Exactness: quantised operands bit for bit in every impl; sums within (K + 3) * 2^-24 * scale *
     sum|a||b| plus half an ulp of the output type.
     """
-    _check(x, weight, bias)
+    check_linear(x, weight, bias)
     x_MK = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     out = product(x_MK, weight, bias, recipe=recipe, noise=noise, impl=impl, state=state)
     return out.reshape(*x.shape[:-1], weight.shape[0])

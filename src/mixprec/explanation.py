@@ -15,7 +15,8 @@ from mixprec.amp.autocast import region_dtype
 from mixprec.amp.inputs import cast_inputs
 from mixprec.amp.setup import cast_parameters
 from mixprec.gemm.api import resolve_spec
-from mixprec.nn import QuantizedLinear, convert
+from mixprec.nn import QuantizedLayer, convert
+from mixprec.nn.kinds import kind_of, plain_class
 from mixprec.policy import POLICIES, Operation, Region
 from mixprec.recipes import PRODUCTS, RECIPES, Recipe, get_recipe
 from mixprec.rounding import SOURCE_FORMATS
@@ -98,7 +99,7 @@ def explain(
     recipe = get_recipe(recipe)
     model = copy.deepcopy(model)
     if not _says_it_all(recipe) and not any(
-        isinstance(module, QuantizedLinear) for module in model.modules()
+        isinstance(module, QuantizedLayer) for module in model.modules()
     ):
         convert(model, recipe)
     if recipe.parameters != Recipe().parameters:
@@ -147,7 +148,7 @@ class _Recording:
         return Region(region_dtype(recipe), policy, record=self._record)
 
     def _watch(self, path: str, module: nn.Module) -> None:
-        is_converted = isinstance(module, QuantizedLinear)
+        is_converted = isinstance(module, QuantizedLayer)
 
         def enter(*_: Any) -> None:
             self._outer.append(self.path)
@@ -155,7 +156,7 @@ class _Recording:
             self._converted += is_converted
 
         def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if isinstance(module, QuantizedLinear):
+            if isinstance(module, QuantizedLayer):
                 self.rows.append(_layer_row(path, module, (args, kwargs), output))
             # not before the row, for which an implementation may be tried
             self._converted -= is_converted
@@ -180,18 +181,19 @@ class _Recording:
         )
 
 
-def _layer_row(path: str, layer: QuantizedLinear, given: Any, output: Tensor) -> OperationRow:
+def _layer_row(path: str, layer: QuantizedLayer, given: Any, output: Any) -> OperationRow:
     """A converted layer as one operation."""
-    gemm, x = layer.recipe.output, output.detach()
+    gemm, x = layer.recipe.output, _flat(output)[0].detach()
     impl = layer.impl
     if impl == _AUTO:
         impl, _ = resolve_spec(gemm, x.device, x.dtype)
     dtypes = [value.dtype for value in _flat(given) if value.is_floating_point()]
+    weights = dict.fromkeys(p.dtype for p in layer.parameters(recurse=False) if p.dim() > 1)
     high = SOURCE_FORMATS[x.dtype]
     return OperationRow(
         module=path,
-        operation="linear",
-        inputs=_names([*dtypes, layer.weight.dtype]),
+        operation=(kind_of(layer) or plain_class(layer)).__name__.lower(),
+        inputs=_names([*dtypes, *weights]),
         compute=tuple(str(spec.format if spec else high) for spec in (gemm.a, gemm.b)),
         outputs=_names([x.dtype]),
         rule=f"recipe {layer.recipe}",

@@ -59,13 +59,15 @@ class LinearState:
     Args:
         delayed: A state for each operand with delayed scaling, by its position; else None.
         records_forward: Whether forward records amaxes (not in evaluation or recomputation).
-        records_backward: Whether backward records amaxes and counts the noise step.
+        records_backward: Whether backward records amaxes.
+        counts_noise: Whether a recording backward counts the noise step.
         held: Where the weight's operands are kept for later calls; None makes them anew.
     """
 
     delayed: tuple[DelayedState | None, ...] = (None,) * 6
     records_forward: bool = False
     records_backward: bool = False
+    counts_noise: bool = True
     held: HeldWeight | None = None
 
 
@@ -194,6 +196,14 @@ class Plan:
         if held is None or spec is None or spec.is_stochastic:
             return make()
         return held.get(position, make)
+
+    def x_again(self, x: Tensor, records: bool) -> Operand:
+        """x.T for grad_weight, of x kept itself: with the values that forward gave it."""
+        if X_GRAD_WEIGHT not in self.shared or self.specs[X_OUTPUT] is None:
+            return self.quantize(self.matrix(x).t(), X_GRAD_WEIGHT, records)
+        first = self.quantize(self.matrix(x), X_OUTPUT, records=False)
+        assert isinstance(first, QuantizedTensor)
+        return first.t()
 
     def transposed(self, x: Tensor, first: Operand | None, position: int, records: bool) -> Operand:
         """The operand of a later product: the first one's values, or x.T quantised anew."""

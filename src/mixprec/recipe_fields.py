@@ -38,10 +38,15 @@ def check_recipe(recipe: Any) -> None:
             f"update: got {recipe.update!r} with parameters {recipe.parameters}; only parameters "
             "of 16 bits need it; use parameters='bf16' or update='plain'"
         )
-    if not isinstance(recipe.keep_batchnorm_fp32, bool):
+    for name in ("keep_batchnorm_fp32", "attention"):
+        if not isinstance(getattr(recipe, name), bool):
+            raise ValueError(
+                f"{name}: got {getattr(recipe, name)!r}; must be True or False; choose one"
+            )
+    if recipe.attention and any(spec is not None and spec.is_delayed for spec in recipe.specs):
         raise ValueError(
-            f"keep_batchnorm_fp32: got {recipe.keep_batchnorm_fp32!r}; must be True or False; "
-            "choose one"
+            "attention: got True with delayed scaling; histories belong to one product of a layer, "
+            "attention has many; use a recipe with dynamic scales"
         )
     if not _is_loss_scale(recipe.loss_scale):
         raise ValueError(

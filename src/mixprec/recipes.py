@@ -42,6 +42,8 @@ class Recipe:
         output: x and w, for y = x w^T; None for an operand is high precision.
         grad_input: g and w, for the gradient of x.
         grad_weight: g and x, for the gradient of w.
+        attention: ``torch.nn.functional.scaled_dot_product_attention`` inside converted modules
+            makes its two products by this recipe too (``mixprec.attention.attention``).
         base: Type in which everything outside converted layers runs: of bf16 and fp16 the policy
             of operations decides (numerics.md, section 6).
         parameters: Type in which the parameters are held.
@@ -56,6 +58,7 @@ class Recipe:
     output: GemmSpec = _HIGH_PRECISION
     grad_input: GemmSpec = _HIGH_PRECISION
     grad_weight: GemmSpec = _HIGH_PRECISION
+    attention: bool = False
     base: Base = "fp32"
     parameters: Base = "fp32"
     keep_batchnorm_fp32: bool = False
@@ -70,7 +73,12 @@ class Recipe:
     def __str__(self) -> str:
         name = self.name or "custom"
         default = _NAMED[name].base if name in _NAMED else "fp32"
-        return name if self.base == default else f"{name} on {self.base}"
+        words = (
+            name,
+            "" if self.base == default else f"on {self.base}",
+            "with attention" if self.attention else "",
+        )
+        return " ".join(filter(None, words))
 
     @property
     def specs(self) -> tuple[QuantSpec | None, ...]:
@@ -127,7 +135,7 @@ class Recipe:
         return recipe
 
 
-_AROUND = {"base", "loss_scale", "description"}
+_AROUND = {"attention", "base", "loss_scale", "description"}
 """Fields that a recipe may change and keep its name."""
 
 

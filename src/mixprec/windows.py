@@ -18,14 +18,16 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Windows:
-    """How the windows lie, one number a spatial axis, in an input that is padded already."""
+    """How the windows lie, one entry a spatial axis; padding: zeros before and after it."""
 
     kernel: tuple[int, ...]
     stride: tuple[int, ...]
     dilation: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
 
     def view(self, x: Tensor) -> Tensor:
-        """[N, C, *P, *K], a view of x [N, C, *S]."""
+        """[N, C, *P, *K], a view of x [N, C, *S], padded."""
+        x = pad(x, self.padding)
         for axis, (size, stride, dilation) in enumerate(
             zip(self.kernel, self.stride, self.dilation, strict=True)
         ):
@@ -35,9 +37,9 @@ class Windows:
     def positions(self, sizes: Sequence[int]) -> tuple[int, ...]:
         """P, of an input of spatial sizes S."""
         return tuple(
-            (size - dilation * (width - 1) - 1) // stride + 1
-            for size, width, stride, dilation in zip(
-                sizes, self.kernel, self.stride, self.dilation, strict=True
+            (before + size + after - dilation * (width - 1) - 1) // stride + 1
+            for size, width, stride, dilation, (before, after) in zip(
+                sizes, self.kernel, self.stride, self.dilation, self.padding, strict=True
             )
         )
 
@@ -59,7 +61,11 @@ class Windows:
         """x's shape: each element the sum over the windows that hold it, in rows' type."""
         positions = self.positions(shape[2:])
         parts = rows.reshape(shape[0], *positions, math.prod(self.kernel), shape[1]).movedim(-1, 1)
-        x = rows.new_zeros(shape)
+        sizes = [
+            before + size + after
+            for size, (before, after) in zip(shape[2:], self.padding, strict=True)
+        ]
+        x = rows.new_zeros(*shape[:2], *sizes)
         offsets = itertools.product(*map(range, self.kernel))
         for place, offset in enumerate(offsets):
             spans = [
@@ -69,11 +75,7 @@ class Windows:
                 )
             ]
             x[:, :, *spans] += parts[..., place]
-        return x
-
-    def growth(self, sizes: Sequence[int]) -> float:
-        """Elements of the matrix to those of an input of spatial sizes S."""
-        return math.prod((*self.kernel, *self.positions(sizes))) / max(math.prod(sizes), 1)
+        return pad(x, [(-before, -after) for before, after in self.padding])
 
 
 def pad(x: Tensor, padding: Sequence[tuple[int, int]]) -> Tensor:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from mixprec.windows import Windows, mirrored, pad, spread, transposed_padding
+from mixprec.windows import Windows, mirrored, spread, transposed_padding
 
 Multiply = Callable[[Tensor, Tensor], Tensor]
 """[G, m, k] and [G, k, n] to [G, m, n]."""
@@ -47,9 +47,14 @@ class Geometry:
         first, second, third = lists
         return Geometry(stride=first, padding=second, dilation=third, groups=groups)
 
-    def windows(self, kernel: Sequence[int]) -> Windows:
-        """The windows of a kernel, in a padded input."""
-        return Windows(kernel=tuple(kernel), stride=self.stride, dilation=self.dilation)
+    def windows(self, kernel: Sequence[int], padding: Sequence[tuple[int, int]]) -> Windows:
+        """The windows of a kernel; padding in place of the geometry's own."""
+        return Windows(
+            kernel=tuple(kernel),
+            stride=self.stride,
+            dilation=self.dilation,
+            padding=tuple(padding),
+        )
 
 
 def convolve(x: Tensor, weight: Tensor, geometry: Geometry, multiply: Multiply) -> Tensor:
@@ -98,7 +103,7 @@ def weight_gradient(
 ) -> Tensor:
     """[O, C / G, *K]: gradient[N, O, *P] times the windows of x[N, C, *S]; K is given."""
     padding = [(size, size) for size in geometry.padding]
-    rows = geometry.windows(sizes).view(pad(x, padding))
+    rows = geometry.windows(sizes, padding).view(x)
     rows = _first(rows, gradient.shape[2:])
     columns = _rows_by_group(rows, len(sizes), geometry.groups)
     groups, outputs = geometry.groups, gradient.shape[1]
@@ -121,7 +126,7 @@ def _convolve(
     multiply: Multiply,
 ) -> Tensor:
     groups, outputs, sizes = geometry.groups, weight.shape[0], weight.shape[2:]
-    windows = geometry.windows(sizes).view(pad(x, padding))
+    windows = geometry.windows(sizes, padding).view(x)
     counts = windows.shape[2 : 2 + len(sizes)]
     rows = _rows_by_group(windows, len(sizes), groups)
     by_group = weight.reshape(groups, outputs // groups, rows.shape[-1])

@@ -1,6 +1,8 @@
 """Layers that multiply by a recipe, and the conversion of models to them and back."""
 
 from mixprec.nn.convert import convert, revert
+from mixprec.nn.kinds import KINDS
+from mixprec.nn.layer import QuantizedLayer
 from mixprec.nn.linear import QuantizedLinear
 from mixprec.nn.report import Report, ReportRow
 from mixprec.nn.sensitive import keep_sensitive
@@ -14,6 +16,8 @@ from mixprec.nn.state import (
 )
 
 __all__ = [
+    "KINDS",
+    "QuantizedLayer",
     "QuantizedLinear",
     "Report",
     "ReportRow",

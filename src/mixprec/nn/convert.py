@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from typing import TypeGuard
 
 import torch
 from torch import nn
@@ -12,16 +13,17 @@ from torch.nn.parameter import is_lazy
 
 from mixprec.formats import FloatFormat
 from mixprec.gemm.api import EMULATED, check_impl, resolve_spec
-from mixprec.nn.linear import QuantizedLinear, is_converted_class, plain_class, quantized_class
+from mixprec.nn.kinds import CALLING, converted_class, is_converted_class, plain_class
+from mixprec.nn.layer import QuantizedLayer, device_of
 from mixprec.nn.report import Report, ReportRow, Status
 from mixprec.nn.selection import (
     NO_PARAMETERS,
     Recipes,
     Selection,
+    bypassed_layers,
     check_include,
     check_patterns,
-    last_linears,
-    read_by_weight_of,
+    last_layers,
     recipe_patterns,
 )
 from mixprec.recipes import OPERANDS, PRODUCTS, Recipe
@@ -57,33 +59,41 @@ def convert(
     recipe: Recipes,
     *,
     skip: Iterable[str] = (),
-    include: Iterable[str | type[nn.Linear]] = (),
+    include: Iterable[str | type[nn.Module]] = (),
     module_filter_fn: Callable[[nn.Module, str], bool] | None = None,
     multiple_of: int | None = None,
     keep_last: int = 0,
     impl: str = "auto",
     seed: int = 0,
+    cache_weights: bool = False,
 ) -> Report:
-    """Let the linear layers of a model multiply by a recipe, in place.
+    """Let the layers of a model that multiply do so by a recipe, in place.
 
     Changes behaviour, not identity: the same module objects, parameters, hooks, buffers, names,
     ties, flags and ``state_dict`` keys. ``revert`` undoes it. Converting a converted model replaces
     its recipe and its selection; a layer that keeps its recipe keeps its state.
 
+    The layers are linear ones, convolutions, ``nn.MultiheadAttention`` (see ``nn.KINDS``), and
+    modules whose own forward calls ``torch.nn.functional.grouped_mm`` or, with
+    ``recipe.attention``, ``scaled_dot_product_attention``.
+
     Args:
-        model: Any module; it may itself be an ``nn.Linear``, on any device (meta too).
+        model: Any module; it may itself be such a layer, on any device (meta too).
         recipe: Name or value, or a mapping from name patterns to them: the first that matches wins,
             and layers that none matches are left alone.
         skip: Name patterns of layers to leave alone. A pattern is a glob over a module's full name
             (``*`` also spans dots); it also takes what lies inside the modules it matches.
-        include: Subclasses of ``nn.Linear``, by name or class, to convert too.
-        module_filter_fn: (module, name) -> whether to convert; asked for linear layers only.
+        include: Subclasses of torch's layers, by name or class, to convert too.
+        module_filter_fn: (module, name) -> whether to convert; asked for such layers only.
         multiple_of: Leave layers alone whose sizes are not multiples of it.
-        keep_last: Keep the last so many linear layers in high precision: late layers are the
-            sensitive ones.
+        keep_last: Keep the last so many layers in high precision: late layers are the sensitive
+            ones.
         impl: ``auto`` or an implementation that every converted product with a quantised operand
             must be able to use.
         seed: Of the noise of stochastic rounding.
+        cache_weights: Keep each quantised weight until the parameter's version changes, so that
+            micro-batches of one optimizer step quantise it once; costs its codes' memory. Changes
+            through ``.data`` are not seen. Compiled code does without.
 
     Returns:
         A report: every module, what became of it, and why.
@@ -111,15 +121,16 @@ def convert(
         include=classes,
         module_filter_fn=module_filter_fn,
         multiple_of=multiple_of,
-        kept=last_linears(model, keep_last),
-        read_by_weight=read_by_weight_of(model),
+        kept=last_layers(model, keep_last),
     )
     aliases: dict[int, list[str]] = {}
     for name, module in named:
         aliases.setdefault(id(module), []).append(name)
-    decisions = {name: selection.decide(module, aliases[id(module)]) for name, module in named}
+    decided = {id(module): selection.decide(module, aliases[id(module)]) for _, module in named}
+    decided |= bypassed_layers(model, decided)
+    decisions = {name: decided[id(module)] for name, module in named}
     impls = _resolved(named, decisions, check_impl(impl))
-    rows = _convert(named, decisions, impls, (impl, seed))
+    rows = _convert(named, decisions, impls, (impl, seed, cache_weights))
     asked = any(not entry.is_high_precision for _, entry in recipes)
     report = Report(rows=rows, asked=asked)
     if asked and not report.converted:
@@ -138,7 +149,7 @@ def _convert(
     named: list[tuple[str, nn.Module]],
     decisions: Mapping[str, Recipe | str],
     impls: Mapping[str, tuple[str, str]],
-    settings: tuple[str, int],
+    settings: tuple[str, int, bool],
 ) -> tuple[ReportRow, ...]:
     rows = []
     first_names: dict[int, str] = {}
@@ -147,7 +158,6 @@ def _convert(
         decision = decisions[name]
         first = first_names.setdefault(id(module), name)
         if isinstance(decision, Recipe):
-            assert isinstance(module, nn.Linear)
             if first == name:
                 _swap(module, decision, *settings, index=len(first_names) - 1)
                 note = _tie_note(module, owners)
@@ -159,11 +169,20 @@ def _convert(
                 _row(name, module, "converted", decision, impl, reason, is_counted=first == name)
             )
             continue
-        if isinstance(module, QuantizedLinear):
+        if isinstance(module, QuantizedLayer):
             _restore(module)
         if decision != NO_PARAMETERS or not any(True for _ in module.children()):
             rows.append(_row(name, module, "left", None, "", decision, is_counted=first == name))
+    _call_layers(named, any(isinstance(decision, Recipe) for decision in decisions.values()))
     return tuple(rows)
+
+
+def _call_layers(named: list[tuple[str, nn.Module]], is_converted: bool) -> None:
+    """Let modules that would pass converted layers by call them, or be what they were."""
+    for _, module in named:
+        original = plain_class(module)
+        if original in CALLING:
+            module.__class__ = CALLING[original] if is_converted else original
 
 
 def _row(
@@ -183,12 +202,13 @@ def _row(
         impl=impl,
         reason=reason,
     )
-    if not isinstance(module, nn.Linear):
+    dtype = _weight_dtype(module)
+    if recipe is None and not isinstance(module, nn.Linear):
         return row
-    formats = _formats(module, recipe)
-    words = [str(fmt or module.weight.dtype) for fmt in formats]
+    formats = _formats(dtype, recipe)
+    words = [str(fmt or dtype) for fmt in formats]
     pairs = zip(words[::2], words[1::2], strict=True)
-    count = 0 if is_lazy(module.weight) else module.in_features * module.out_features
+    count = module.in_features * module.out_features if _has_sizes(module) else 0
     return replace(
         row,
         formats=tuple(a if a == b else f"{a} x {b}" for a, b in pairs) if is_counted else (),
@@ -197,9 +217,18 @@ def _row(
     )
 
 
-def _formats(module: nn.Linear, recipe: Recipe | None) -> list[FloatFormat | None]:
+def _has_sizes(module: nn.Module) -> TypeGuard[nn.Linear]:
+    return isinstance(module, nn.Linear) and not is_lazy(module.weight)
+
+
+def _weight_dtype(module: nn.Module) -> torch.dtype:
+    """The type of a layer's weights, without computing one that is parametrised."""
+    return next((p.dtype for p in module.parameters()), torch.get_default_dtype())
+
+
+def _formats(dtype: torch.dtype, recipe: Recipe | None) -> list[FloatFormat | None]:
     """Of the six operands; None where the weight has a type that is no format."""
-    own = SOURCE_FORMATS.get(module.weight.dtype)
+    own = SOURCE_FORMATS.get(dtype)
     if recipe is None:
         return [own] * len(OPERANDS)
     exact = SOURCE_FORMATS[torch.float64]
@@ -216,8 +245,9 @@ def _resolved(
     impls = {}
     for name, module in named:
         recipe = decisions[name]
-        if isinstance(recipe, Recipe) and isinstance(module, nn.Linear):
-            key = (recipe, module.weight.device, module.weight.dtype)
+        if isinstance(recipe, Recipe):
+            device = device_of(module) or torch.device("cpu")
+            key = (recipe, device, _weight_dtype(module))
             if key not in found:
                 found[key] = _resolve_recipe(*key, impl)
             impls[name] = found[key]
@@ -247,31 +277,40 @@ def _parameter_owners(named: list[tuple[str, nn.Module]]) -> dict[int, dict[int,
     return owners
 
 
-def _tie_note(module: nn.Linear, owners: Mapping[int, Mapping[int, str]]) -> str:
-    holders = owners.get(id(module.weight), {})
-    others = [name for key, name in holders.items() if key != id(module)]
+def _tie_note(module: nn.Module, owners: Mapping[int, Mapping[int, str]]) -> str:
+    own = list(module.parameters(recurse=False))
+    others = dict.fromkeys(
+        name
+        for parameter in own
+        for key, name in owners.get(id(parameter), {}).items()
+        if key != id(module)
+    )
     return f"weight shared with {', '.join(others)}" if others else ""
 
 
-def _swap(module: nn.Linear, recipe: Recipe, impl: str, seed: int, index: int) -> None:
-    if isinstance(module, QuantizedLinear) and module.recipe == recipe:
-        module.impl, module.noise_seed = impl, seed
+def _swap(
+    module: nn.Module, recipe: Recipe, impl: str, seed: int, cache_weights: bool, index: int
+) -> None:
+    if isinstance(module, QuantizedLayer) and module.recipe == recipe:
+        module.impl, module.noise_seed, module.cache_weights = impl, seed, cache_weights
         return
-    if not isinstance(module, QuantizedLinear):
-        module.__class__ = quantized_class(type(module))
-    assert isinstance(module, QuantizedLinear)
-    module.start_numerics(recipe, impl, seed, index)
+    if not isinstance(module, QuantizedLayer):
+        module.__class__ = converted_class(module)
+    assert isinstance(module, QuantizedLayer)
+    module.start_numerics(recipe, impl, seed, cache_weights, index)
 
 
-def _restore(module: QuantizedLinear) -> None:
-    module.stop_numerics()
-    module.__class__ = plain_class(module)
+def _restore(module: nn.Module) -> None:
+    original = plain_class(module)
+    if isinstance(module, QuantizedLayer):
+        module.stop_numerics()
+    module.__class__ = original
 
 
 def _check_classes(model: nn.Module) -> None:
     """Refuse before anything is changed what cannot be changed back."""
     for name, module in model.named_modules():
-        if isinstance(module, QuantizedLinear) and not is_converted_class(type(module)):
+        if isinstance(module, QuantizedLayer) and not is_converted_class(type(module)):
             raise ValueError(
                 f"model: got layer {name or '(model)'} of class {type(module).__name__}; its class "
                 "was changed after conversion, for instance by a parametrisation; undo that first"
@@ -289,5 +328,6 @@ def revert(model: nn.Module) -> None:
     """
     _check_classes(model)
     for module in model.modules():
-        if isinstance(module, QuantizedLinear):
+        if isinstance(module, QuantizedLayer):
             _restore(module)
+    _call_layers(list(model.named_modules()), is_converted=False)

@@ -10,7 +10,8 @@ from fnmatch import fnmatchcase
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from mixprec.nn.linear import NUMERICS_ATTRIBUTES, QuantizedLinear, plain_class
+from mixprec.nn.kinds import is_kind_itself, kind_of, layer_class, plain_class
+from mixprec.nn.layer import NUMERICS_ATTRIBUTES, QuantizedLayer
 from mixprec.recipes import Recipe, get_recipe
 
 NO_PARAMETERS = "no parameters"
@@ -34,14 +35,12 @@ class Selection:
     module_filter_fn: Callable[[nn.Module, str], bool] | None
     multiple_of: int | None
     kept: frozenset[int]
-    read_by_weight: Mapping[int, str]
 
     def decide(self, module: nn.Module, names: Sequence[str]) -> Recipe | str:
         """The recipe for a module known by these names, or the reason to leave it alone."""
-        if not isinstance(module, nn.Linear):
-            return _why_no_linear(module)
-        if id(module) in self.read_by_weight:
-            return self.read_by_weight[id(module)]
+        kind = layer_class(module)
+        if kind is None:
+            return _why_no_layer(module)
         reason = _why_no_swap(module, self.include)
         if reason is not None:
             return reason
@@ -51,49 +50,48 @@ class Selection:
         if self.module_filter_fn is not None:
             if not all(self.module_filter_fn(module, name) for name in names):
                 return "module_filter_fn said no"
-        sizes = (module.in_features, module.out_features)
+        sizes = kind.sizes(module)
         if self.multiple_of and any(size % self.multiple_of for size in sizes):
-            return f"sizes {sizes[0]} and {sizes[1]} are not multiples of {self.multiple_of}"
+            words = " and ".join(map(str, sizes))
+            return f"sizes {words} are not multiples of {self.multiple_of}"
         if id(module) in self.kept:
             return "among the last layers (keep_last)"
         for pattern, recipe in self.recipes:
             if any(_matches(pattern, name) for name in names):
-                return f"recipe {recipe} quantises nothing" if recipe.is_high_precision else recipe
+                if recipe.is_high_precision:
+                    return f"recipe {recipe} quantises nothing"
+                return kind.why_not(module, recipe) or recipe
         return "no pattern of the recipe mapping matches"
 
 
-def _why_no_linear(module: nn.Module) -> str:
-    if isinstance(module, nn.MultiheadAttention):
-        return "its input projections are bare parameters, not covered"
+def _why_no_layer(module: nn.Module) -> str:
     if any(True for _ in module.parameters(recurse=False)):
-        return f"{type(module).__name__} is not covered"
+        return f"{plain_class(module).__name__} is not covered"
     return NO_PARAMETERS
 
 
-def _why_no_swap(module: nn.Linear, include: tuple[str, ...]) -> str | None:
-    """Why a linear layer cannot take another class, or None."""
+def _why_no_swap(module: nn.Module, include: tuple[str, ...]) -> str | None:
+    """Why a layer cannot take another class, or None."""
     if "forward" in vars(module):
         return "its forward was replaced on the object, so a recipe would not reach it"
-    kind = plain_class(module)
-    if kind is nn.Linear:
-        return None
-    if kind.__name__ not in include:
-        return f"a subclass of Linear; pass include=('{kind.__name__}',) to convert it"
-    if is_lazy(module.weight):
+    kind, own = kind_of(module), plain_class(module)
+    if any(is_lazy(parameter) for parameter in module.parameters(recurse=False)):
         return "its sizes are not known before its first forward; convert it after that"
-    taken = sorted(
-        name for name in NUMERICS_ATTRIBUTES if name in dir(kind) or name in vars(module)
-    )
-    if taken and not isinstance(module, QuantizedLinear):
+    taken = sorted(name for name in NUMERICS_ATTRIBUTES if name in dir(own) or name in vars(module))
+    if taken and not isinstance(module, QuantizedLayer):
         return f"it has attributes of its own named {', '.join(taken)}"
-    if not _reaches_linear(kind):
-        return "its forward does not call nn.Linear's, so a recipe would not reach it"
+    if kind is None or is_kind_itself(module):
+        return None
+    if own.__name__ not in include:
+        return f"a subclass of {kind.__name__}; pass include=('{own.__name__}',) to convert it"
+    if not _reaches(own, kind):
+        return f"its forward does not call nn.{kind.__name__}'s, so a recipe would not reach it"
     return None
 
 
-def _reaches_linear(kind: type[nn.Linear]) -> bool:
-    """Whether every forward between a subclass and nn.Linear calls the next one."""
-    for ancestor in kind.__mro__[: kind.__mro__.index(nn.Linear)]:
+def _reaches(own: type[nn.Module], kind: type[nn.Module]) -> bool:
+    """Whether every forward between a subclass and torch's own layer calls the next one."""
+    for ancestor in own.__mro__[: own.__mro__.index(kind)]:
         forward = vars(ancestor).get("forward")
         if forward is not None:
             code = getattr(forward, "__code__", None)
@@ -102,25 +100,22 @@ def _reaches_linear(kind: type[nn.Linear]) -> bool:
     return True
 
 
-def read_by_weight_of(model: nn.Module) -> dict[int, str]:
-    """Layers whose forward is bypassed: others take their weight and multiply themselves."""
+def bypassed_layers(model: nn.Module, decisions: Mapping[int, Recipe | str]) -> dict[int, str]:
+    """Layers that no recipe can reach: the module around them multiplies by their weight."""
     found = {}
     for module in model.modules():
-        if isinstance(module, nn.MultiheadAttention):
+        is_left = not isinstance(decisions[id(module)], Recipe)
+        if isinstance(module, nn.MultiheadAttention) and is_left:
             found[id(module.out_proj)] = (
-                "nn.MultiheadAttention multiplies by its weight without calling it"
+                "nn.MultiheadAttention, which is left, multiplies by its weight without calling it"
             )
-        elif isinstance(module, nn.TransformerEncoderLayer):
-            for layer in (module.linear1, module.linear2):
-                found[id(layer)] = (
-                    "the eval fast path of nn.TransformerEncoderLayer bypasses its forward"
-                )
     return found
 
 
-def last_linears(model: nn.Module, count: int) -> frozenset[int]:
-    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    return frozenset(id(module) for module in (linears[-count:] if count else []))
+def last_layers(model: nn.Module, count: int) -> frozenset[int]:
+    """The last so many layers that multiply."""
+    layers = [module for module in model.modules() if kind_of(module) is not None]
+    return frozenset(id(module) for module in (layers[-count:] if count else []))
 
 
 def recipe_patterns(recipe: Recipes) -> tuple[tuple[str, Recipe], ...]:
@@ -152,11 +147,11 @@ def check_include(include: tuple[str, ...], model: nn.Module) -> None:
         {
             plain_class(module).__name__
             for module in model.modules()
-            if isinstance(module, nn.Linear)
+            if layer_class(module) is not None
         }
     )
     for name in include:
         if name not in kinds:
             raise ValueError(
-                f"include: got {name!r}; the model has no such Linear; it has {', '.join(kinds)}"
+                f"include: got {name!r}; the model has no such layer; it has {', '.join(kinds)}"
             )

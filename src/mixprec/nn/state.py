@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from mixprec.nn.linear import QuantizedLinear
+from mixprec.nn.layer import QuantizedLayer
 from mixprec.scaling import DelayedState, discard_pending, join_state, roll_history, split_state
 
 _ATTACHED: WeakKeyDictionary[torch.optim.Optimizer, list[ReferenceType[nn.Module]]] = (
@@ -20,10 +20,10 @@ _ATTACHED: WeakKeyDictionary[torch.optim.Optimizer, list[ReferenceType[nn.Module
 )
 
 
-def converted_layers(model: nn.Module) -> Iterator[tuple[str, QuantizedLinear]]:
+def converted_layers(model: nn.Module) -> Iterator[tuple[str, QuantizedLayer]]:
     """The converted layers by name, each once."""
     for name, module in model.named_modules():
-        if isinstance(module, QuantizedLinear):
+        if isinstance(module, QuantizedLayer):
             yield name, module
 
 

@@ -1,0 +1,104 @@
+"""Which layers multiply, and the class that each gets: one table, and the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.utils import parametrize
+
+from mixprec.nn import convolution
+from mixprec.nn.attention import (
+    CallingEncoder,
+    CallingEncoderLayer,
+    QuantizedMultiheadAttention,
+)
+from mixprec.nn.calls import QuantizedCalls, called_names
+from mixprec.nn.layer import QuantizedLayer
+from mixprec.nn.linear import QuantizedLinear
+
+KINDS: Mapping[type[nn.Module], type[QuantizedLayer]] = MappingProxyType(
+    {
+        nn.Linear: QuantizedLinear,
+        nn.Conv1d: convolution.QuantizedConv1d,
+        nn.Conv2d: convolution.QuantizedConv2d,
+        nn.Conv3d: convolution.QuantizedConv3d,
+        nn.ConvTranspose1d: convolution.QuantizedConvTranspose1d,
+        nn.ConvTranspose2d: convolution.QuantizedConvTranspose2d,
+        nn.ConvTranspose3d: convolution.QuantizedConvTranspose3d,
+        nn.MultiheadAttention: QuantizedMultiheadAttention,
+    }
+)
+"""The layers of torch that multiply, and what each becomes."""
+CALLING: Mapping[type[nn.Module], type[nn.Module]] = MappingProxyType(
+    {
+        nn.TransformerEncoderLayer: CallingEncoderLayer,
+        nn.TransformerEncoder: CallingEncoder,
+    }
+)
+"""Modules that would pass their layers by, and what each becomes around converted ones."""
+# torch's own subclass, with nothing of its own, of every MultiheadAttention's out_proj
+_SAME: dict[type[nn.Module], type[nn.Module]] = {NonDynamicallyQuantizableLinear: nn.Linear}
+
+_CONVERTED: dict[type[nn.Module], type[nn.Module]] = {**KINDS, **CALLING}
+_ORIGINAL = {converted: original for original, converted in _CONVERTED.items()}
+
+
+def kind_of(module: nn.Module) -> type[nn.Module] | None:
+    """The layer of torch's that a module is, or a subclass of; None if it does not multiply."""
+    return next((kind for kind in plain_class(module).__mro__ if kind in KINDS), None)
+
+
+def is_kind_itself(module: nn.Module) -> bool:
+    """Whether a module is a layer of torch's, parametrised or not, and no subclass of a user's."""
+    own = plain_class(module)
+    if parametrize.is_parametrized(module):
+        own = own.__bases__[0]
+    return _SAME.get(own, own) in KINDS
+
+
+def layer_class(module: nn.Module) -> type[QuantizedLayer] | None:
+    """What a module becomes by conversion, or a base of that; None if it does not multiply."""
+    kind = kind_of(module)
+    if kind is not None:
+        return KINDS[kind]
+    return QuantizedCalls if called_names(plain_class(module)) else None
+
+
+def converted_class(module: nn.Module) -> type[nn.Module]:
+    """The class that a module gets, made once.
+
+    For a subclass of a layer it lies between the two, so that a forward that calls
+    ``super().forward`` reaches the quantised products there.
+    """
+    original = plain_class(module)
+    if original not in _CONVERTED:
+        base = layer_class(module)
+        assert base is not None
+        bases = (original, base) if kind_of(module) is not None else (base, original)
+        converted = type(f"Quantized{original.__name__}", bases, {"__reduce_ex__": _reduce})
+        _CONVERTED[original], _ORIGINAL[converted] = converted, original
+    return _CONVERTED[original]
+
+
+def is_converted_class(kind: type[nn.Module]) -> bool:
+    """Whether a class is one that conversion gives, not one that something else derived from it."""
+    return kind in _ORIGINAL
+
+
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """The class of a module; of a converted one the class that it had before."""
+    return _ORIGINAL.get(type(module), type(module))
+
+
+def _reduce(module: Any, protocol: Any) -> Any:
+    return _rebuild, (plain_class(module),), module.__getstate__()
+
+
+def _rebuild(original: type[nn.Module]) -> nn.Module:
+    module = original.__new__(original)
+    cls = converted_class(module)
+    return cls.__new__(cls)

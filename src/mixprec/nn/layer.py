@@ -1,0 +1,254 @@
+"""What every converted layer has: a recipe, numerics state, and products that follow them.
+
+A layer is converted by giving it another class. The object, its parameters, hooks, names and
+``state_dict`` keys stay what they were; numerics state sits in non-persistent buffers. A layer
+with one product a forward pass names it ""; the others name theirs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from mixprec.autograd import product
+from mixprec.linear_products import HeldWeight, LinearState, delayed_positions
+from mixprec.noise import Noise
+from mixprec.recipes import OPERANDS, Recipe
+from mixprec.scaling import DelayedState, split_state
+from mixprec.windows import Windows
+
+_PREFIX = "mixprec_"
+_NOISE_STEP = f"{_PREFIX}noise_step"
+_STREAMS_PER_LAYER = 8
+# streams of the products of one layer beside its first, far above those of any layer
+_STREAMS_PER_ENTRY = 2**32
+NUMERICS_ATTRIBUTES = (
+    "recipe",
+    "impl",
+    "noise_seed",
+    "noise_stream",
+    "cache_weights",
+    "_seen",
+    "_held",
+)
+"""What a converted layer has beside its buffers."""
+
+
+def _is_recomputing() -> bool:
+    """Whether this forward runs inside a backward pass, as activation checkpointing does."""
+    # Dynamo cannot trace the question; a compiled graph recomputes nothing of its own accord
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def _history_name(name: str, position: int) -> str:
+    path = OPERANDS[position].replace(".", "_")
+    return _PREFIX + "_".join(filter(None, (name, "amax", path)))
+
+
+class QuantizedLayer(nn.Module):
+    """A layer whose products follow a recipe; made by ``mixprec.convert``.
+
+    Attributes:
+        recipe: The recipe; to change it, convert again.
+        impl: The implementation asked for.
+        noise_seed, noise_stream: Seed and first stream of its stochastic rounding.
+        cache_weights: Whether quantised weights are kept until the weight changes.
+    """
+
+    counts_forwards: ClassVar[bool] = True
+    """Whether the noise step counts training forward passes, not backward passes: for layers that
+    multiply several times a pass."""
+    recipe: Recipe
+    impl: str
+    noise_seed: int
+    noise_stream: int
+    cache_weights: bool
+    _seen: dict[str, tuple[weakref.ref[Tensor], int]]
+    _held: dict[tuple[str, int], HeldWeight]
+
+    @staticmethod
+    def sizes(layer: Any) -> tuple[int, ...]:
+        """Contracted and free sizes of the products' weights, which hardware wants in multiples."""
+        raise NotImplementedError
+
+    @staticmethod
+    def why_not(layer: Any, recipe: Recipe) -> str | None:
+        """Why this layer cannot take this recipe, or None."""
+        return None
+
+    def product_names(self) -> tuple[str, ...]:
+        """The names of the products that keep histories."""
+        return ("",)
+
+    def start_numerics(
+        self, recipe: Recipe, impl: str, seed: int, cache_weights: bool, index: int
+    ) -> None:
+        """Take a recipe with fresh state; ``index`` is the module's place in the model."""
+        self.stop_numerics()
+        self.recipe, self.impl, self.cache_weights = recipe, impl, cache_weights
+        self.noise_seed, self.noise_stream = seed, _STREAMS_PER_LAYER * index
+        self._seen, self._held = {}, {}
+        # state made inside inference mode could never be written outside it
+        with torch.inference_mode(False):
+            self._register_state(recipe, device_of(self))
+
+    def _register_state(self, recipe: Recipe, device: torch.device | None) -> None:
+        for name in self.product_names():
+            for position in delayed_positions(recipe):
+                spec = recipe.specs[position]
+                assert spec is not None
+                size = spec.amax_history_len + 2
+                packed = torch.zeros(size, dtype=torch.float32, device=device)
+                self.register_buffer(_history_name(name, position), packed, persistent=False)
+        if any(spec is not None and spec.is_stochastic for spec in recipe.specs):
+            step = torch.zeros((), dtype=torch.int64, device=device)
+            self.register_buffer(_NOISE_STEP, step, persistent=False)
+
+    def stop_numerics(self) -> None:
+        """Remove everything that ``start_numerics`` added."""
+        for name in list(self.numerics_buffers()):
+            delattr(self, name)
+        for name in NUMERICS_ATTRIBUTES:
+            self.__dict__.pop(name, None)
+
+    def numerics_buffers(self) -> dict[str, Tensor]:
+        """The state by buffer name: amax histories, and the count of noise steps."""
+        return {
+            name: buffer
+            for name, buffer in self._buffers.items()
+            if buffer is not None and name.startswith(_PREFIX)
+        }
+
+    def forget_weight(self) -> None:
+        """Let the next training forward see any weight: scales are up to date now."""
+        self._seen, self._held = {}, {}
+
+    def multiply(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        name: str = "",
+        owner: Tensor | None = None,
+        entry: int = 0,
+        noise: Noise | None = None,
+        windows: Windows | None = None,
+    ) -> Tensor:
+        """A product of the layer by its recipe; records amaxes in training mode.
+
+        Args:
+            x: [M, K], or what ``windows`` makes a matrix of.
+            weight: [N, K]: a parameter, or part of it.
+            bias: [N].
+            name: Which of ``product_names``.
+            owner: The parameter that weight is made of; weight itself by default.
+            entry: Which of several products of this name.
+            noise: Of this forward pass, where ``counts_forwards``.
+        """
+        owner = weight if owner is None else owner
+        delayed = self.delayed_states(name)
+        records = self.training and not _is_recomputing()
+        if records and any(state is not None for state in delayed):
+            self._check_synced(name, owner)
+        state = LinearState(
+            delayed=delayed,
+            records_forward=records,
+            records_backward=self.training,
+            counts_noise=not self.counts_forwards,
+            held=self._held_weight(name, entry, owner),
+        )
+        noise = noise if self.counts_forwards else self.noise()
+        if noise is not None and entry:
+            noise = replace(noise, stream=noise.stream + _STREAMS_PER_ENTRY * entry)
+        return product(
+            x,
+            weight,
+            bias,
+            recipe=self.recipe,
+            noise=noise,
+            impl=self.impl,
+            state=state,
+            windows=windows,
+        )
+
+    def noise(self) -> Noise | None:
+        """The noise of the next pass; None where nothing is rounded stochastically."""
+        step = self._buffers.get(_NOISE_STEP)
+        if step is None:
+            return None
+        return Noise(seed=self.noise_seed, step=step, stream=self.noise_stream)
+
+    def forward_noise(self) -> Noise | None:
+        """The noise of this forward pass and its backward pass, counted in training."""
+        noise = self.noise()
+        if noise is None:
+            return None
+        assert isinstance(noise.step, Tensor)
+        step = noise.step.clone()
+        if self.training and not _is_recomputing():
+            noise.step.add_(1)
+        return replace(noise, step=step)
+
+    def delayed_states(self, name: str = "") -> tuple[DelayedState | None, ...]:
+        """A product's histories, by the operand's position."""
+        packed = (self._buffers.get(_history_name(name, i)) for i in range(len(OPERANDS)))
+        return tuple(None if state is None else split_state(state) for state in packed)
+
+    def _held_weight(self, name: str, entry: int, owner: Tensor) -> HeldWeight | None:
+        # a compiled graph quantises the weight as one of its operations
+        if not self.cache_weights or torch.compiler.is_compiling() or owner.is_inference():
+            return None
+        held = self._held.setdefault((name, entry), HeldWeight())
+        held.check(owner)
+        return held
+
+    def _check_synced(self, name: str, owner: Tensor) -> None:
+        # a version changes every step, so compiled code would be compiled anew each time
+        if torch.compiler.is_compiling() or owner.is_inference():
+            return
+        seen, version = self._seen.get(name), owner._version
+        if seen is not None and seen[0]() is owner and seen[1] != version:
+            raise ValueError(
+                f"weight: got a new value since the last training forward; recipe {self.recipe} "
+                "rolls its amax history once a step; call mixprec.sync_scales(model) after each "
+                "optimizer step, or mixprec.attach(model, optimizer) once"
+            )
+        self._seen[name] = (weakref.ref(owner), version)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        before = self.numerics_buffers()
+        super()._apply(fn, recurse)
+        for name, old in before.items():
+            new = self._buffers[name]
+            assert new is not None
+            if old.is_meta and not new.is_meta:
+                # to_empty leaves memory as it finds it; a new layer's state is empty
+                self._buffers[name] = torch.zeros_like(new, dtype=old.dtype)
+            elif new.dtype != old.dtype:
+                # .half() and .bfloat16() are about parameters: a history keeps its digits
+                self._buffers[name] = old.to(new.device)
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self.forget_weight()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a copy has another weight, and a weak reference cannot be pickled
+        return self.__dict__ | {"_seen": {}, "_held": {}}
+
+    def extra_repr(self) -> str:
+        """The layer's own, and what it multiplies by."""
+        own = super().extra_repr()
+        return ", ".join(filter(None, (own, f"recipe={self.recipe}", f"impl={self.impl}")))
+
+
+def device_of(module: nn.Module) -> torch.device | None:
+    """Where a module's first parameter is; None without one."""
+    return next((parameter.device for parameter in module.parameters()), None)
