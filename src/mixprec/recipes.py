@@ -7,9 +7,8 @@
 and what the rest of a training step does: the type of all other operations, of the parameters and
 of the losses' scale.
 
-Sources: OCP OFP8 v1.0 (which format serves which tensor); torchao (tensorwise, rowwise and
-rowwise_with_gw_hp by their rules); NVIDIA Transformer Engine (delayed scaling); torch.amp and
-NVIDIA apex (16-bit mixed precision, loss scaling, masters, optimisation levels).
+Sources: OCP OFP8 v1.0 (which format serves which tensor); torchao (tensorwise, rowwise,
+rowwise_with_gw_hp); NVIDIA Transformer Engine (delayed scaling); torch.amp and NVIDIA apex (16-bit).
 """
 
 from __future__ import annotations
@@ -42,14 +41,13 @@ class Recipe:
         output: x and w, for y = x w^T; None for an operand is high precision.
         grad_input: g and w, for the gradient of x.
         grad_weight: g and x, for the gradient of w.
-        attention: ``torch.nn.functional.scaled_dot_product_attention`` inside converted modules
-            makes its two products by this recipe too (``mixprec.attention.attention``).
+        attention: Scaled dot-product attention in converted modules makes its products by it too.
         base: Type in which everything outside converted layers runs: of bf16 and fp16 the policy
             of operations decides (numerics.md, section 6).
         parameters: Type in which the parameters are held.
         keep_batchnorm_fp32: Batch normalisations keep float32 parameters.
-        update: How parameters of 16 bits are updated: from float32 ``masters``, rounded
-            ``stochastic``ally, ``compensated`` (what rounding drops is kept), or ``plain``.
+        update: Of parameters of 16 bits: from float32 ``masters``, rounded ``stochastic``ally,
+            ``compensated`` (what rounding drops is kept), or ``plain``.
         loss_scale: ``dynamic``, a constant, or None for none.
         name: The name in ``RECIPES``; empty for a custom recipe.
         description: One line for tables.
@@ -73,12 +71,8 @@ class Recipe:
     def __str__(self) -> str:
         name = self.name or "custom"
         default = _NAMED[name].base if name in _NAMED else "fp32"
-        words = (
-            name,
-            "" if self.base == default else f"on {self.base}",
-            "with attention" if self.attention else "",
-        )
-        return " ".join(filter(None, words))
+        on = "" if self.base == default else f" on {self.base}"
+        return f"{name}{on}{' with attention' if self.attention else ''}"
 
     @property
     def specs(self) -> tuple[QuantSpec | None, ...]:
@@ -301,11 +295,7 @@ RECIPE_ALIASES: Mapping[str, str] = MappingProxyType(
 
 
 def with_base(recipe: Recipe, base: Base) -> Recipe:
-    """The recipe on another base, with the loss scale that the base needs.
-
-    Raises:
-        ValueError: Another base.
-    """
+    """The recipe on another base, with the loss scale that it needs; ValueError for no base."""
     scale = RECIPES[base].loss_scale if base in get_args(Base) else None
     return replace(recipe, base=base, loss_scale=scale)
 
@@ -359,7 +349,6 @@ OPT_LEVELS: Mapping[str, Recipe] = MappingProxyType(
     }
 )
 """The optimisation levels that apex defined, as recipes."""
-
 _VARIANTS: Mapping[str, Recipe] = MappingProxyType(
     {
         "fp8": replace(RECIPES["fp8_tensorwise"], base="bf16"),
