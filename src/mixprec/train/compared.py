@@ -19,6 +19,8 @@ DEFAULT_RECIPES = (
     "fp8_rowwise_hp_grad_weight",
 )
 DEFAULT_EPOCHS = 3
+# a convolution of one channel is the sensitive layer, and windows of 3x3 cost a CPU most
+DEFAULT_SKIP = ("conv*",)
 
 
 def configuration(
@@ -26,7 +28,8 @@ def configuration(
 ) -> Config:
     """The configuration of a comparison, with what was asked for in its place."""
     if config is None:
-        config = load(None, [f"train.epochs={DEFAULT_EPOCHS}"])
+        skip = list(DEFAULT_SKIP)
+        config = load(None, [f"train.epochs={DEFAULT_EPOCHS}", f"convert.skip={skip}"])
     elif not isinstance(config, Config):
         config = load(config)
     table = config_table(config)
