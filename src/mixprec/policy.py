@@ -208,7 +208,7 @@ class Region(TorchFunctionMode):
         kwargs = kwargs or {}
         if not (self._is_innermost and self.is_running()):
             return func(*args, **kwargs)
-        body = BODIES.get(func)  # type: ignore[call-overload]
+        body = BODIES.get(func)
         if body is not None:
             # an operation written in Python: its steps have rules of their own
             with self._again():
@@ -389,5 +389,7 @@ def _bodies(module: ModuleType) -> Iterator[tuple[FunctionType, FunctionType]]:
             yield func, body
 
 
-BODIES = dict([*_bodies(torch.functional), *_bodies(torch.nn.functional)])
+BODIES: dict[Callable[..., Any], Callable[..., Any]] = dict(
+    [*_bodies(torch.functional), *_bodies(torch.nn.functional)]
+)
 """Operations that torch writes in Python, without their question who overrides them."""

@@ -24,7 +24,7 @@ def test_the_table(cli: Callable, config: Path) -> None:
     assert (code, err) == (0, "")
     assert out.startswith("mnist_cnn, recipe fp8_rowwise on bf16 (configuration)")
     rows = [line.split() for line in out.splitlines()]
-    assert ["conv1", "conv2d", "fp32", "bf16", "bf16", "16-bit"] in rows
+    assert ["conv1", "conv2d", "fp32", "e4m3", "bf16", "recipe"] in [row[:6] for row in rows]
     assert ["(model)", "log_softmax", "bf16", "fp32", "fp32", "fp32", "result"] in rows
     assert ["(loss)", "nll_loss_nd", "fp32", "fp32", "fp32", "fp32"] in rows
     (fc1,) = (row for row in rows if row[:1] == ["fc1"])
@@ -47,11 +47,11 @@ def test_json(cli: Callable, config: Path) -> None:
     assert first == {
         "module": "conv1",
         "operation": "conv2d",
-        "inputs": ["fp32", "fp32", "fp32"],
-        "compute": ["fp16"],
+        "inputs": ["fp32", "fp32"],
+        "compute": ["fp16", "fp16"],
         "outputs": ["fp16"],
-        "rule": "16-bit",
-        "impl": "",
+        "rule": "recipe fp16",
+        "impl": "emulated",
         "is_view": False,
     }
     assert any(row["is_view"] for row in data["operations"])

@@ -54,7 +54,7 @@ def test_kept_layers_stand_on_the_base_of_the_recipe() -> None:
         ({"keep_first": -1}, "keep_first: got -1; must be at least 0"),
         ({"keep_first": True}, "keep_first: got True"),
         ({"keep_last_share": 1.0}, r"keep_last_share: got 1\.0; must be a share below 1"),
-        ({"keep_first": 3}, "of 4 linear layers none is left for the recipe"),
+        ({"keep_first": 3}, "of 4 layers none is left for the recipe"),
     ],
 )
 def test_what_keeps_everything_or_is_no_share_is_refused(
@@ -62,7 +62,7 @@ def test_what_keeps_everything_or_is_no_share_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=match):
         keep_sensitive(model(4), "nvfp4", **arguments)
-    with pytest.raises(ValueError, match="of 0 linear layers none is left"):
+    with pytest.raises(ValueError, match="of 0 layers none is left"):
         keep_sensitive(nn.ReLU(), "nvfp4")
 
 

@@ -286,18 +286,18 @@ def test_generators_are_given_back(small: Small) -> None:
 def test_conversion_settings_reach_the_model(small: Small) -> None:
     config = small("recipe=fp8_rowwise", 'convert.skip=["fc1"]', "convert.impl=emulated")
     report = Trainer(config).report
-    assert [row.name for row in report.converted] == ["fc2"]
+    assert [row.name for row in report.converted] == ["conv1", "conv2", "fc2"]
     kept = replace(config, convert=replace(config.convert, skip=(), keep_last=1))
-    assert [row.name for row in Trainer(kept).report.converted] == ["fc1"]
+    assert [row.name for row in Trainer(kept).report.converted] == ["conv1", "conv2", "fc1"]
 
 
 def test_sensitive_layers_of_a_configuration_multiply_in_bf16(small: Small) -> None:
     report = Trainer(small("recipe=nvfp4", "convert.keep_first=1")).report
-    assert [row.recipe for row in report.converted] == ["bf16 on fp32", "nvfp4"]
+    assert [row.recipe for row in report.converted] == ["bf16 on fp32", *["nvfp4"] * 3]
     report = Trainer(small("recipe=nvfp4", "convert.keep_last_share=0.15")).report
-    assert [row.recipe for row in report.converted] == ["nvfp4", "bf16 on fp32"]
-    with pytest.raises(ValueError, match="of 2 linear layers none is left for the recipe"):
-        Trainer(small("recipe=nvfp4", "convert.keep_first=1", "convert.keep_last_share=0.15"))
+    assert [row.recipe for row in report.converted] == [*["nvfp4"] * 3, "bf16 on fp32"]
+    with pytest.raises(ValueError, match="of 4 layers none is left for the recipe"):
+        Trainer(small("recipe=nvfp4", "convert.keep_first=3", "convert.keep_last_share=0.15"))
 
 
 @pytest.mark.slow

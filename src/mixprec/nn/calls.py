@@ -42,6 +42,9 @@ class TakenOver(TorchFunctionMode):
         if handler is not None:
             return handler(*args, **(kwargs or {}))
         body = BODIES.get(func)
+        if body is None and getattr(func, "__name__", "") == "unflatten":
+            # Dynamo cannot call the method from inside a mode, nor tell it by itself
+            return torch.unflatten(*args, **(kwargs or {}))
         if body is None:
             return func(*args, **(kwargs or {}))
         # an operation written in Python: it may call what is taken over
