@@ -93,7 +93,7 @@ def test_vmap_leaves_histories_as_samples_one_by_one() -> None:
         assert torch.equal(mixprec.state_dict(mapped)[name], value)
 
 
-# Dynamo takes no function that says more; torch loads decompositions for it, which warn of torch.jit
+# Dynamo takes no function that says more; decompositions, loaded for it, warn of torch.jit
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_forward_mode_is_refused() -> None:
     model, parameters = converted("fp8_rowwise")

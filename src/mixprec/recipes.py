@@ -8,7 +8,7 @@ and what the rest of a training step does: the type of all other operations, of 
 of the losses' scale.
 
 Sources: OCP OFP8 v1.0 (which format serves which tensor); torchao (tensorwise, rowwise,
-rowwise_with_gw_hp); NVIDIA Transformer Engine (delayed scaling); torch.amp and NVIDIA apex (16-bit).
+rowwise_with_gw_hp); Transformer Engine (delayed scaling); torch.amp and NVIDIA apex (16 bits).
 """
 
 from __future__ import annotations
