@@ -47,6 +47,7 @@ LAYERS = [
     "optim",
     "amp",
     "train",
+    "bench",
     "pages",
     "support",
     "survey",

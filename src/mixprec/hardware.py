@@ -15,6 +15,7 @@ from types import MappingProxyType
 from mixprec.formats import FORMATS, FloatFormat
 
 GB = 10**9
+TERA = 1e12
 RATE_TYPES = (
     "fp64",
     "fp64_tensor",
@@ -139,6 +140,17 @@ class Accelerator:
     def formats(self) -> frozenset[str]:
         """Formats that run natively."""
         return generation(self.capability, self.vendor).formats
+
+    def rate(self, fmt: FloatFormat) -> float | None:
+        """Operations a second at which products of a format run; None where no unit takes it.
+
+        Of fp64 the matrix units' rate where there are such, of fp32 the vector units'.
+        """
+        if not generation(self.capability, self.vendor).multiplies(fmt):
+            return None
+        kind = fmt.name if fmt.name in RATE_TYPES else f"fp{fmt.bits}"
+        rate = self.rates.get(f"{kind}_tensor", self.rates.get(kind))
+        return None if rate is None else rate * TERA
 
 
 def _rates(**rates: float) -> Mapping[str, float]:

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
+from mixprec.cli.bench import bench
 from mixprec.cli.compare import compare
 from mixprec.cli.doctor import doctor
 from mixprec.cli.exec import exec_
@@ -68,6 +69,7 @@ def _options(
 for command in (formats, recipes, doctor, explain, train):
     app.command()(command)
 app.command(short_help="One model under several recipes, one table.")(compare)
+app.add_typer(bench, name="bench", short_help="Step time and memory by recipe; GEMM tables.")
 # Words after the first one of the command are the command's own.
 app.command("exec", context_settings={"allow_interspersed_args": False})(exec_)
 

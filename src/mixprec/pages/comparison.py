@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from mixprec.pages.page import COLORS, INTERACTION, PAGE, graph_objects, table
+
 CURVE = "curve"
 SCALE_CURVE = "scale_curve"
 SKIPPED = "skipped"
 _LONGEST_POWER = 32
-# told apart by people who see few colours (Okabe and Ito)
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999")
-# a drag zooms, a double click goes back; a bar of tools would cover the legend
-_INTERACTION = {"responsive": True, "displayModeBar": False}
 HEADINGS = {
     "train_loss": "training loss",
     "loss": "evaluation loss",
@@ -31,30 +28,6 @@ HEADINGS = {
     "loss_scale": "last loss scale",
     "skipped": "skipped steps",
 }
-
-_PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>
-body {{ font: 15px/1.4 system-ui, sans-serif; margin: 2em auto; max-width: 75em; padding: 0 1em; }}
-.wide {{ overflow-x: auto; }}
-table {{ border-collapse: collapse; }}
-th, td {{ padding: 0.3em 0.8em; border-bottom: 1px solid #ccc; text-align: right; }}
-th {{ vertical-align: bottom; }}
-.text {{ text-align: left; }}
-</style>
-</head>
-<body>
-<h1>{title}</h1>
-{curves}
-<div class="wide">{table}</div>
-{notes}
-</body>
-</html>
-"""
 
 
 def render(result: Mapping[str, Any]) -> str:
@@ -80,22 +53,17 @@ def render(result: Mapping[str, Any]) -> str:
     if not runs:
         raise ValueError("result: got no runs; a page needs at least one; pass a result.json")
     title = f"{result['model']} on {result['data']}"
-    return _PAGE.format(
+    return PAGE.format(
         title=escape(title),
         curves=_curves(runs),
-        table=_table(runs),
+        table=table([_cells(run) for run in runs]),
         notes="\n".join(f"<p>{escape(note)}</p>" for note in result["notes"]),
     )
 
 
 def _curves(runs: Sequence[Mapping[str, Any]]) -> str:
     """The training loss over the steps, and the loss scale of runs that have one; zoomable."""
-    try:
-        plotly = importlib.import_module("plotly.graph_objects")
-    except ImportError as error:
-        raise ImportError(
-            f"plotly: got {error}; pages need it; run pip install 'mixprec[report]'"
-        ) from error
+    plotly = graph_objects()
     colors = [COLORS[place % len(COLORS)] for place in range(len(runs))]
     lines = [
         plotly.Scatter(
@@ -181,21 +149,9 @@ def _figure(
         margin={"l": 85, "r": 10, "t": 20, "b": 50},
     )
     text: str = figure.to_html(
-        full_html=False, include_plotlyjs=is_first, div_id=name, config=_INTERACTION
+        full_html=False, include_plotlyjs=is_first, div_id=name, config=INTERACTION
     )
     return text
-
-
-def _table(runs: Sequence[Mapping[str, Any]]) -> str:
-    """A row a run, a column an entry; columns in the order in which the runs name them."""
-    rows = [_cells(run) for run in runs]
-    known = (heading for row in rows for heading, value in row.items() if value is not None)
-    headings = list(dict.fromkeys(known))
-    head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
-    body = "".join(
-        f"<tr>{''.join(_cell(row.get(heading)) for heading in headings)}</tr>\n" for row in rows
-    )
-    return f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody>\n</table>"
 
 
 def _cells(run: Mapping[str, Any]) -> dict[str, Any]:
@@ -213,13 +169,3 @@ def _cells(run: Mapping[str, Any]) -> dict[str, Any]:
         else:
             cells[heading] = value
     return cells
-
-
-def _cell(value: Any) -> str:
-    """Numbers to four digits, whole numbers in groups of three, lists joined."""
-    if value is None:
-        return "<td></td>"
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        text = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-        return f'<td class="text">{escape(text)}</td>'
-    return f"<td>{f'{value:,}' if isinstance(value, int) else f'{value:.4g}'}</td>"
