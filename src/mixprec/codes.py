@@ -126,35 +126,32 @@ def round_to_codes(x: Tensor, fmt: FloatFormat, draws: Tensor | None) -> Tensor:
     """
     layout = LAYOUTS[torch.float32]
     dropped = layout.mantissa - fmt.mantissa
-    magnitude = x.abs()
+    magnitude = x.abs().clamp_(max=fmt.max)
     exponent_mask = layout.magnitude_mask ^ ((1 << layout.mantissa) - 1)
     power = magnitude.view(layout.integer) & exponent_mask
-    power.clamp_(layout.bits_of_power(fmt.min_exponent), layout.bits_of_power(fmt.max_exponent))
+    power.clamp_(min=layout.bits_of_power(fmt.min_exponent))
     if draws is None:
-        # beside 1.5 * 2^23 steps a float32 has no digits below a step: the sum ends in whole, and
-        # above that stands the exponent
-        large = power.view(torch.float32).mul_(math.ldexp(1.5, dropped))
-        total = magnitude.add_(large).view(layout.integer)
-        codes = total.bitwise_and((1 << dropped) - 1)
-        exponent = total.bitwise_right_shift_(dropped)
+        # beside 1.5 * 2^23 steps a float32 has no digits below a step: whole is in the last ones
+        large = power.view(torch.float32).mul_(math.ldexp(1.5, dropped)).view(layout.integer)
+        total = magnitude.add_(large.view(torch.float32)).view(layout.integer)
+        codes = total.sub_(large).add_(large.bitwise_right_shift_(dropped))
         first = (2 * (layout.bias + dropped + fmt.min_exponent) + 1) << (fmt.mantissa - 1)
     else:
-        per_step = (2 * layout.bias + fmt.mantissa << layout.mantissa) - power
-        t = magnitude.clamp_(max=fmt.max).mul_(per_step.view(torch.float32))
-        codes = t.to(layout.integer)
-        # the sign of a difference is right however it is rounded
-        above = draws.to(torch.float32).mul_(2.0**-24).sub_(t.frac_())
-        codes.sub_(above.view(layout.integer).bitwise_right_shift_(31))
-        exponent = power.bitwise_right_shift_(dropped)
+        # -|x| in units of 2^-24 steps, whole ones: draws compare alike with all in a unit
+        per_unit = (2 * layout.bias + fmt.mantissa + 24 << layout.mantissa) - (1 << 31) - power
+        t = magnitude.mul_(per_unit.view(torch.float32)).floor_()
+        whole = t.to(layout.integer).add_(draws).bitwise_right_shift_(24)
+        codes = power.bitwise_right_shift_(dropped).sub_(whole)
         first = (layout.bias + fmt.min_exponent) << fmt.mantissa
-    codes.add_(exponent).sub_(first)
     # x != x rather than isnan, which Inductor does not vectorise
     is_nan = x != x if fmt.has_nan or torch.compiler.is_compiling() else None
-    sign = x.view(layout.integer).bitwise_right_shift_(32 - fmt.bits)
-    codes = codes.bitwise_or_(sign.bitwise_and_(fmt.sign_mask))
+    # all ones under a sign, or none
+    sign = x.view(layout.integer).bitwise_right_shift_(31)
+    # modulo 256, in bytes
+    codes = codes.sub_(sign, alpha=fmt.sign_mask).to(torch.uint8).sub_(first % 256)
     if is_nan is not None:
         codes = torch.where(is_nan, fmt.nan_code if fmt.has_nan else 0, codes)
-    return codes.to(torch.uint8)
+    return codes
 
 
 def encode(

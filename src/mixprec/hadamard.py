@@ -14,6 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mixprec.scaling import is_column_major, pieces
+
 SIZE = 16
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
@@ -39,8 +41,20 @@ def hadamard(x: Tensor) -> Tensor:
     Exactness: sums of the butterfly in float32, strides 1, 2, 4, 8 along the block, then times 1/4,
     rounded once to x's type.
     """
-    values = _padded(x).float() * _signs(x.device).repeat(padded_length(x.shape[-1]) // SIZE)
-    return _butterfly(values).to(torch.float32 if x.dtype == torch.float64 else x.dtype)
+    x = _padded(x)
+    signs = _signs(x.device).repeat(x.shape[-1] // SIZE)
+    dtype = torch.float32 if x.dtype == torch.float64 else x.dtype
+    axis = int(is_column_major(x))
+    step = pieces(x.t() if axis else x, SIZE if axis else 1)
+    if step is None:
+        return _butterfly(x.float() * signs).to(dtype)
+    out = torch.empty_like(x, dtype=dtype)
+    for start in range(0, x.shape[axis], step):
+        length = min(step, x.shape[axis] - start)
+        own = signs.narrow(0, start, length) if axis else signs
+        part = _butterfly(x.narrow(axis, start, length).float() * own)
+        out.narrow(axis, start, length).copy_(part)
+    return out
 
 
 def inverse_hadamard(x: Tensor, length: int) -> Tensor:

@@ -11,7 +11,7 @@ Sources: the 32-bit mixer "lowbias32" and SplitMix64, both in the public domain.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -118,6 +118,13 @@ class Noise:
             _mix(part, spare[: len(part)])
             part.bitwise_right_shift_(8).bitwise_and_((1 << 24) - 1)
         return draws.t() if column_major else draws
+
+    def at(self, start: int, axis: int, width: int) -> Noise:
+        """That of a part of a tensor of so many columns, from a row (axis 0) or column on."""
+        if axis == 0:
+            return replace(self, row=self.row + start)
+        columns = self.columns if self.columns is not None else self.column + width
+        return replace(self, column=self.column + start, columns=columns)
 
     def _keys(self, device: torch.device | str | None) -> tuple[Any, Any]:
         """The two halves of the key; numbers where the step can be read without waiting."""

@@ -9,8 +9,6 @@ rows are the product of the leading axes, the contraction axis is last.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -22,7 +20,14 @@ from mixprec.quant_spec import UNSCALED, QuantSpec, as_spec
 from mixprec.quantized_tensor import QuantizedTensor, matrix_shape
 from mixprec.rounding import SOURCE_FORMATS, can_look_at, check_floating, half_dtype, round_float
 from mixprec.scale_rules import SCALE_RULES, make_scales
-from mixprec.scaling import DelayedState, block_amax, delayed_amax, pieces, times_blocks
+from mixprec.scaling import (
+    DelayedState,
+    block_amax,
+    delayed_amax,
+    is_column_major,
+    pieces,
+    times_blocks,
+)
 
 Operand = Tensor | QuantizedTensor
 """What a product takes: a high-precision tensor, or a quantised one."""
@@ -161,28 +166,40 @@ def _source(x: Tensor, spec: QuantSpec) -> Tensor:
 def _scaled_codes(
     x: Tensor, spec: QuantSpec, encode: Tensor, amax: Tensor | None, noise: Noise | None
 ) -> Tensor:
-    free = spec.block[0]
-    step = pieces(x, max(free, 1))
-    if step is not None:
-        return torch.cat(
-            [
-                _scaled_codes(
-                    x[start : start + step],
-                    spec,
-                    encode if free == -1 else encode[start // free : (start + step) // free],
-                    amax,
-                    noise and replace(noise, row=noise.row + start),
-                )
-                for start in range(0, x.shape[0], step)
-            ]
-        )
+    """Codes of x * encode, in the memory layout of x; piece by piece, each while it is cached."""
+    is_narrow = _is_narrow(spec)
+    # such a format has no code for NaN; the block's scale is NaN
+    is_clean = not is_narrow or torch.compiler.is_compiling() or _is_known_finite(encode)
+    axis = int(is_column_major(x))
+    size = spec.block[axis]
+    step = pieces(x.t() if axis else x, max(size, 1))
+    if step is None:
+        return _codes_of_piece(x, spec, encode, amax, noise, is_clean=is_clean)
+    codes = torch.empty_like(x, dtype=code_dtype(spec.format))
+    for start in range(0, x.shape[axis], step):
+        length = min(step, x.shape[axis] - start)
+        factors = encode if size == -1 else encode.narrow(axis, start // size, -(-length // size))
+        own = noise and noise.at(start, axis, x.shape[1])
+        part = x.narrow(axis, start, length)
+        part = _codes_of_piece(part, spec, factors, amax, own, is_clean=is_clean)
+        codes.narrow(axis, start, length).copy_(part)
+    return codes
+
+
+def _codes_of_piece(
+    x: Tensor,
+    spec: QuantSpec,
+    encode: Tensor,
+    amax: Tensor | None,
+    noise: Noise | None,
+    *,
+    is_clean: bool,
+) -> Tensor:
     # both are 2-D, so that a bfloat16 x is promoted: times a 0-d float32 it would stay bfloat16
     scaled = times_blocks(x, encode, spec.block)
-    if SCALE_RULES[spec.scale_rule].exceeds:
+    if SCALE_RULES[spec.scale_rule].exceeds and not _is_narrow(spec):
         scaled = scaled.clamp_(-spec.format.max, spec.format.max)
-    is_compiled = torch.compiler.is_compiling()
-    if _is_narrow(spec) and not (is_compiled or _is_known_finite(encode)):
-        # the format has no code for NaN; the block's scale is NaN
+    if not is_clean:
         scaled = scaled.nan_to_num_(nan=0.0)
     if spec.is_delayed:
         assert amax is not None
@@ -231,9 +248,11 @@ def _codes(scaled: Tensor, spec: QuantSpec, noise: Noise | None) -> Tensor:
     if _is_narrow(spec) or (torch.compiler.is_compiling() and _is_in_range(spec)):
         draws = None
         if noise is not None and spec.is_stochastic:
-            column_major = scaled.stride(0) == 1 and scaled.stride(1) > 1
-            shape = (scaled.shape[0], scaled.shape[1])
-            draws = noise.draws(shape, scaled.device, column_major=column_major)
+            draws = noise.draws(
+                (scaled.shape[0], scaled.shape[1]),
+                scaled.device,
+                column_major=is_column_major(scaled),
+            )
         return round_to_codes(scaled, fmt, draws)
     native = _cast_dtype(spec) if scaled.dtype != torch.float64 else None
     if native is not None and not torch.compiler.is_compiling():

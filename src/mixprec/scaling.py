@@ -14,7 +14,7 @@ from torch import Tensor
 Block = tuple[int, int]
 AmaxComputeAlgo = Literal["max", "most_recent"]
 
-_LARGE, _PIECE = 1 << 22, 1 << 19
+_LARGE, _PIECE = 1 << 19, 1 << 18
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -40,13 +40,13 @@ def block_amax(x: Tensor, block: Block) -> Tensor:
     if x.numel() == 0:
         return x.new_zeros((num_blocks(rows, block[0]), num_blocks(columns, block[1])))
     if (free, contraction) == (rows, columns):
-        low, high = torch.aminmax(x)
+        low, high = torch.aminmax(x.t() if is_column_major(x) else x)
         # of zeros alone the larger one may be -0
         return torch.maximum(high, -low).reshape(1, 1).abs()
     if free == 1 and contraction == columns:
         # two reductions read x twice and still beat writing |x| once
         return torch.maximum(x.amax(-1, keepdim=True), -x.amin(-1, keepdim=True)).abs()
-    if x.stride(0) == 1 and x.stride(1) > 1:
+    if is_column_major(x):
         # reductions are fast along the rows of memory
         return block_amax(x.t(), (block[1], block[0])).t()
     if rows % free or columns % contraction:
@@ -68,9 +68,14 @@ def block_amax(x: Tensor, block: Block) -> Tensor:
     return bits.unflatten(1, (-1, contraction)).amax(2).view(x.dtype)
 
 
+def is_column_major(x: Tensor) -> bool:
+    """Whether the columns of a matrix lie in memory one after the other."""
+    return x.stride(0) == 1 and x.stride(1) > 1
+
+
 def pieces(x: Tensor, free: int) -> int | None:
     """Rows at once, in whole blocks, of a matrix of which whole temporaries are slow; else None."""
-    # memory beyond what the allocator keeps costs a page fault a page in each operation
+    # temporaries stay in the cache, and in the memory that the allocator keeps
     is_small = x.numel() < _LARGE or x.shape[0] == 0
     if is_small or torch.compiler.is_compiling() or x.stride(1) != 1:
         return None

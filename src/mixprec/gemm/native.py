@@ -79,8 +79,10 @@ def apply_scales(sums_MN: Tensor, a: Operand, b: Operand) -> Tensor:
 
 
 def add_bias_and_round(sums_MN: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """round(sums + bias), the addition in the type of the sums."""
+    """round(sums + bias), the addition in the type of the sums, which are overwritten."""
     # neither in place nor an idle cast: through those the Dynamo of torch 2.11 loses the gradient
-    if bias is not None:
+    if bias is not None and torch.compiler.is_compiling():
         sums_MN = sums_MN + bias.to(sums_MN.dtype)
+    elif bias is not None:
+        sums_MN.add_(bias.to(sums_MN.dtype))
     return sums_MN if sums_MN.dtype == out_dtype else sums_MN.to(out_dtype)
