@@ -9,6 +9,7 @@ rows are the product of the leading axes, the contraction axis is last.
 from __future__ import annotations
 
 import math
+
 import torch
 from torch import Tensor
 
