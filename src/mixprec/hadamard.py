@@ -44,7 +44,7 @@ def hadamard(x: Tensor) -> Tensor:
     x = _padded(x)
     signs = _signs(x.device).repeat(x.shape[-1] // SIZE)
     dtype = torch.float32 if x.dtype == torch.float64 else x.dtype
-    axis = int(is_column_major(x))
+    axis = 0 if torch.compiler.is_compiling() else int(is_column_major(x))
     step = pieces(x.t() if axis else x, SIZE if axis else 1)
     if step is None:
         return _butterfly(x.float() * signs).to(dtype)

@@ -170,8 +170,9 @@ def _scaled_codes(
     """Codes of x * encode, in the memory layout of x; piece by piece, each while it is cached."""
     is_narrow = _is_narrow(spec)
     # such a format has no code for NaN; the block's scale is NaN
-    is_clean = not is_narrow or torch.compiler.is_compiling() or _is_known_finite(encode)
-    axis = int(is_column_major(x))
+    is_compiled = torch.compiler.is_compiling()
+    is_clean = not is_narrow or is_compiled or _is_known_finite(encode)
+    axis = 0 if is_compiled else int(is_column_major(x))
     size = spec.block[axis]
     step = pieces(x.t() if axis else x, max(size, 1))
     if step is None:

@@ -40,7 +40,9 @@ def block_amax(x: Tensor, block: Block) -> Tensor:
     if x.numel() == 0:
         return x.new_zeros((num_blocks(rows, block[0]), num_blocks(columns, block[1])))
     if (free, contraction) == (rows, columns):
-        low, high = torch.aminmax(x.t() if is_column_major(x) else x)
+        # Dynamo does not know the strides of every gradient
+        is_turned = not torch.compiler.is_compiling() and is_column_major(x)
+        low, high = torch.aminmax(x.t() if is_turned else x)
         # of zeros alone the larger one may be -0
         return torch.maximum(high, -low).reshape(1, 1).abs()
     if free == 1 and contraction == columns:
