@@ -10,12 +10,13 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
-from mixprec.nn import convolution
+from mixprec.nn import convolution, recurrent
 from mixprec.nn.attention import (
     CallingEncoder,
     CallingEncoderLayer,
     QuantizedMultiheadAttention,
 )
+from mixprec.nn.bilinear import QuantizedBilinear
 from mixprec.nn.calls import QuantizedCalls, called_names
 from mixprec.nn.layer import QuantizedLayer
 from mixprec.nn.linear import QuantizedLinear
@@ -30,6 +31,13 @@ KINDS: Mapping[type[nn.Module], type[QuantizedLayer]] = MappingProxyType(
         nn.ConvTranspose2d: convolution.QuantizedConvTranspose2d,
         nn.ConvTranspose3d: convolution.QuantizedConvTranspose3d,
         nn.MultiheadAttention: QuantizedMultiheadAttention,
+        nn.RNN: recurrent.QuantizedRNN,
+        nn.GRU: recurrent.QuantizedGRU,
+        nn.LSTM: recurrent.QuantizedLSTM,
+        nn.RNNCell: recurrent.QuantizedRNNCell,
+        nn.GRUCell: recurrent.QuantizedGRUCell,
+        nn.LSTMCell: recurrent.QuantizedLSTMCell,
+        nn.Bilinear: QuantizedBilinear,
     }
 )
 """The layers of torch that multiply, and what each becomes."""
