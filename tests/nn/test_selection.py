@@ -291,22 +291,12 @@ def test_every_layer_called_converted_in_a_transformer_decoder_runs(training: bo
     assert calls_of_products(model, lambda: model(x, x)) == layers
 
 
-@pytest.mark.parametrize("module", [nn.LSTM(16, 16), nn.GRU(16, 16), nn.LayerNorm(16)], ids=str)
+@pytest.mark.parametrize("module", [nn.LayerNorm(16), nn.PReLU(), nn.Embedding(4, 16)], ids=str)
 def test_other_layers_with_parameters_are_listed_as_not_covered(module: nn.Module) -> None:
     model = nn.Sequential(copy.deepcopy(module), nn.Linear(16, 16))
     row = mixprec.convert(model, "fp8_tensorwise").rows[0]
     name = type(module).__name__
     assert (row.type, row.status, row.reason) == (name, "left", f"{name} is not covered")
-
-
-def test_recurrent_model_runs_after_conversion() -> None:
-    recurrent, head, x = nn.LSTM(32, 32), nn.Linear(32, 32), torch.randn(3, 2, 32)
-    before = recurrent(x)[0]
-    mixprec.convert(nn.ModuleList([recurrent, head]), "fp8_delayed")
-    hidden = recurrent(x)[0]
-    assert torch.equal(hidden, before)
-    head(hidden).sum().backward()
-    assert all(p.grad is not None for p in recurrent.parameters())
 
 
 def parametrised() -> nn.Linear:
