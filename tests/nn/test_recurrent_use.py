@@ -146,6 +146,16 @@ def test_a_weight_is_quantised_once_a_pass(
         assert not torch.equal(layer(x)[0], before)
 
 
+def test_weights_quantised_in_inference_mode_are_not_kept_for_training() -> None:
+    layer, x = nn.GRU(16, 16), torch.randn(2, 3, 16)
+    mixprec.convert(layer, "fp8_tensorwise", cache_weights=True)
+    with torch.inference_mode():
+        expected = layer(x)[0]
+    out = layer(x)[0]
+    out.sum().backward()
+    assert torch.equal(out, expected)
+
+
 @pytest.mark.parametrize("kind", [*KINDS, *CELLS])
 def test_layer_keeps_its_identity(kind: Any) -> None:
     layer, x = kind(16, 16), torch.randn(3, 16)

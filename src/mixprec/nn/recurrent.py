@@ -168,7 +168,9 @@ class QuantizedRecurrent(QuantizedLayer, nn.RNNBase):
 
     def _layers(self, rows: Tensor, sizes: list[int], first: State) -> tuple[Tensor, State]:
         """Output rows and last states of all layers; step t has sizes[t] rows."""
-        if not self.cache_weights:
+        # what is made inside inference mode is of no use outside it
+        keeps_weights = self.cache_weights and not torch.is_inference_mode_enabled()
+        if not keeps_weights:
             self._held = {}
         parameters = dict(zip(self._flat_weights_names, self._flat_weights, strict=True))
         products, gates = _Products(self, parameters), _GATES[self.mode]
@@ -185,7 +187,7 @@ class QuantizedRecurrent(QuantizedLayer, nn.RNNBase):
                 parts.append(out)
                 ends.append(end)
             rows = torch.cat(parts, 1)
-        if not self.cache_weights:
+        if not keeps_weights:
             self._held = {}
         return rows, tuple(map(torch.stack, zip(*ends, strict=True)))
 
