@@ -9,6 +9,7 @@ The only file with an ``autograd.Function``.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,6 +102,10 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
         return _each_entry(_Linear, info, in_dims, args)
+
+
+# torch asks for it at every call, and would read the code each time
+_Linear.forward.__signature__ = inspect.signature(_Linear.forward)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

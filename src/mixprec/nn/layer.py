@@ -24,6 +24,7 @@ from mixprec.windows import Windows
 
 _PREFIX = "mixprec_"
 _NOISE_STEP = f"{_PREFIX}noise_step"
+_NO_HISTORIES = ("",) * len(OPERANDS)
 _STREAMS_PER_LAYER = 8
 # streams of the products of one layer beside its first, far above those of any layer
 _STREAMS_PER_ENTRY = 2**32
@@ -33,6 +34,7 @@ NUMERICS_ATTRIBUTES = (
     "noise_seed",
     "noise_stream",
     "cache_weights",
+    "_histories",
     "_seen",
     "_held",
 )
@@ -45,9 +47,12 @@ def _is_recomputing() -> bool:
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
-def _history_name(name: str, position: int) -> str:
-    path = OPERANDS[position].replace(".", "_")
-    return _PREFIX + "_".join(filter(None, (name, "amax", path)))
+def _history_names(name: str, recipe: Recipe) -> tuple[str, ...]:
+    """The buffers of a product's histories by the operand's position; "" where there is none."""
+    delayed = delayed_positions(recipe)
+    paths = (path.replace(".", "_") for path in OPERANDS)
+    names = [_PREFIX + "_".join(filter(None, (name, "amax", path))) for path in paths]
+    return tuple(buffer if i in delayed else "" for i, buffer in enumerate(names))
 
 
 class QuantizedLayer(nn.Module):
@@ -68,6 +73,7 @@ class QuantizedLayer(nn.Module):
     noise_seed: int
     noise_stream: int
     cache_weights: bool
+    _histories: dict[str, tuple[str, ...]]
     _seen: dict[str, tuple[weakref.ref[Tensor], int]]
     _held: dict[tuple[str, int], HeldWeight]
 
@@ -92,19 +98,20 @@ class QuantizedLayer(nn.Module):
         self.stop_numerics()
         self.recipe, self.impl, self.cache_weights = recipe, impl, cache_weights
         self.noise_seed, self.noise_stream = seed, _STREAMS_PER_LAYER * index
+        self._histories = {name: _history_names(name, recipe) for name in self.product_names()}
         self._seen, self._held = {}, {}
         # state made inside inference mode could never be written outside it
         with torch.inference_mode(False):
             self._register_state(recipe, device_of(self))
 
     def _register_state(self, recipe: Recipe, device: torch.device | None) -> None:
-        for name in self.product_names():
-            for position in delayed_positions(recipe):
-                spec = recipe.specs[position]
-                assert spec is not None
-                size = spec.amax_history_len + 2
-                packed = torch.zeros(size, dtype=torch.float32, device=device)
-                self.register_buffer(_history_name(name, position), packed, persistent=False)
+        for buffers in self._histories.values():
+            for buffer, spec in zip(buffers, recipe.specs, strict=True):
+                if buffer:
+                    assert spec is not None
+                    size = spec.amax_history_len + 2
+                    packed = torch.zeros(size, dtype=torch.float32, device=device)
+                    self.register_buffer(buffer, packed, persistent=False)
         if any(spec is not None and spec.is_stochastic for spec in recipe.specs):
             step = torch.zeros((), dtype=torch.int64, device=device)
             self.register_buffer(_NOISE_STEP, step, persistent=False)
@@ -197,7 +204,7 @@ class QuantizedLayer(nn.Module):
 
     def delayed_states(self, name: str = "") -> tuple[DelayedState | None, ...]:
         """A product's histories, by the operand's position."""
-        packed = (self._buffers.get(_history_name(name, i)) for i in range(len(OPERANDS)))
+        packed = (self._buffers.get(buffer) for buffer in self._histories.get(name, _NO_HISTORIES))
         return tuple(None if state is None else split_state(state) for state in packed)
 
     def _held_weight(self, name: str, entry: int, owner: Tensor) -> HeldWeight | None:
