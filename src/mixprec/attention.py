@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from mixprec.contraction import einsum
+from mixprec.linear_products import LinearState
 from mixprec.noise import Noise
 from mixprec.recipes import Recipe
 
 # the second product's draws, far above those of the first one's entries
-_SECOND_PRODUCT = 2**48
+_SECOND_PRODUCT = 2**40
 
 
 def attention(
@@ -32,6 +33,7 @@ def attention(
     recipe: str | Recipe,
     noise: Noise | None = None,
     impl: str = "auto",
+    state: LinearState | None = None,
 ) -> Tensor:
     """``torch.nn.functional.scaled_dot_product_attention``, its products by a recipe.
 
@@ -48,6 +50,7 @@ def attention(
         scale: 1 / sqrt(E) by default; multiplies the scores.
         enable_gqa: Heads of key and value serve several of query's.
         recipe, noise, impl: As in ``mixprec.linear``; no delayed scaling.
+        state: Of the first entry's first product, whose backward counts the noise step.
 
     Returns:
         [..., H, L, V] in query's type. Scores are rounded to that type; softmax runs in float32.
@@ -63,7 +66,9 @@ def attention(
         groups = query.shape[-3] // key.shape[-3]
         key, value = (x.repeat_interleave(groups, -3) for x in (key, value))
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    scores = einsum("...le,...se->...ls", query, key, recipe=recipe, noise=noise, impl=impl)
+    scores = einsum(
+        "...le,...se->...ls", query, key, recipe=recipe, noise=noise, impl=impl, state=state
+    )
     wide = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
     if is_causal:
         attn_mask = torch.ones(wide.shape[-2:], dtype=torch.bool, device=wide.device).tril()

@@ -64,9 +64,7 @@ class _Linear(torch.autograd.Function):
     """Output, and what backward keeps of x and of the weight beside themselves."""
 
     @staticmethod
-    def forward(
-        x: Tensor, w_NK: Tensor, bias_N: Tensor | None, plan: Plan
-    ) -> tuple[Tensor | None, ...]:
+    def forward(x: Tensor, w_NK: Tensor, bias_N: Tensor | None, plan: Plan) -> tuple[Tensor, ...]:
         x_MK = plan.matrix(x)
         a = plan.quantize(x_MK, X_OUTPUT, plan.state.records_forward)
         b = plan.weight(w_NK)
@@ -76,16 +74,18 @@ class _Linear(torch.autograd.Function):
             kept_x = kept_of(plan.transposed(x_MK, a, X_GRAD_WEIGHT, records))
         if plan.needs[0] and plan.quantises_weight_again and isinstance(b, QuantizedTensor):
             kept_w = (b.scale, b.encode, kept_amax(b), b.tensor_amax)
-        return (plan.multiply(OUTPUT, a, b, bias_N, plan.dtype), *kept_x, *kept_w)
+        # Dynamo takes no None among the outputs; what is kept has two axes, and this has one
+        kept = [x.new_empty(0) if part is None else part for part in (*kept_x, *kept_w)]
+        return (plan.multiply(OUTPUT, a, b, bias_N, plan.dtype), *kept)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: tuple[Tensor | None, ...]) -> None:
+    def setup_context(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
         x, w_NK, _, plan = inputs
         _, *kept = output
         needs_x, needs_w = plan.needs
         keeps_x = needs_w and not plan.keeps_codes
         ctx.save_for_backward(x if keeps_x else None, w_NK if needs_x else None, *kept)
-        ctx.mark_non_differentiable(*[tensor for tensor in kept if tensor is not None])
+        ctx.mark_non_differentiable(*kept)
         ctx.set_materialize_grads(False)
         ctx.plan, ctx.shape = plan, x.shape
 
@@ -125,8 +125,9 @@ class _Gradients(torch.autograd.Function):
         g_MN: Tensor, x: Tensor | None, w_NK: Tensor | None, *rest: Any
     ) -> tuple[Tensor | None, ...]:
         *kept, call = rest
+        parts = tuple(part if part.dim() > 1 else None for part in kept)
         with torch.no_grad(), without_modes():
-            return _gradients(g_MN, x, w_NK, tuple(kept), call)
+            return _gradients(g_MN, x, w_NK, parts, call)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

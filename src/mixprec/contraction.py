@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from mixprec.autograd import linear
+from mixprec.linear_products import LinearState
 from mixprec.modes import is_autocast_on
 from mixprec.noise import Noise
 from mixprec.recipes import Recipe, get_recipe
@@ -63,6 +64,7 @@ class _Products:
     recipe: Recipe
     noise: Noise | None
     impl: str
+    state: LinearState | None
 
     def __call__(self, a_BMK: Tensor, b_BNK: Tensor, first: int) -> Tensor:
         """[B, M, N]: one product a batch entry, the first one drawing from that entry's streams."""
@@ -71,7 +73,14 @@ class _Products:
             return torch.bmm(a_BMK.to(dtype), b_BNK.to(dtype).mT)
         a_BMK = a_BMK.to(torch.promote_types(a_BMK.dtype, dtype))
         entries = [
-            linear(a_MK, b_NK, recipe=self.recipe, noise=self._noise(first + i), impl=self.impl)
+            linear(
+                a_MK,
+                b_NK,
+                recipe=self.recipe,
+                noise=self._noise(first + i),
+                impl=self.impl,
+                state=None if first + i else self.state,
+            )
             for i, (a_MK, b_NK) in enumerate(zip(a_BMK, b_BNK, strict=True))
         ]
         return torch.stack(entries)
@@ -88,6 +97,7 @@ def einsum(
     recipe: str | Recipe,
     noise: Noise | None = None,
     impl: str = "auto",
+    state: LinearState | None = None,
 ) -> Tensor:
     """The contraction that an equation names, its products by a recipe, with gradients.
 
@@ -106,6 +116,7 @@ def einsum(
         noise: For stochastic rounding; batch entry i draws from noise.stream + 8 * i and on, with
             the entries of several products counted through.
         impl: As ``linear`` takes it.
+        state: Of the first batch entry, whose backward then counts the noise step.
 
     Returns:
         The contraction in the widest type of the operands; inside ``torch.autocast`` in the active
@@ -127,7 +138,7 @@ def einsum(
         raise TypeError(
             f"equation: got {type(equation).__name__}; must be a string; write indices as letters"
         )
-    products = _Products(recipe=get_recipe(recipe), noise=noise, impl=impl)
+    products = _Products(recipe=get_recipe(recipe), noise=noise, impl=impl, state=state)
     tensors = _tensors(operands)
     labels, output = _parse(equation, [x.ndim for x in tensors])
     terms = _broadcast(tensors, labels)

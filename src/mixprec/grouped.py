@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mixprec.autograd import linear
+from mixprec.linear_products import LinearState
 from mixprec.noise import Noise
 from mixprec.recipes import Recipe
 
@@ -28,6 +29,7 @@ def grouped_mm(
     recipe: str | Recipe,
     noise: Noise | None = None,
     impl: str = "auto",
+    state: LinearState | None = None,
 ) -> Tensor:
     """``torch.nn.functional.grouped_mm``, each group a ``linear`` by a recipe, with gradients.
 
@@ -39,6 +41,7 @@ def grouped_mm(
         bias: [G, N] or [N], added in FP32.
         out_dtype: Type of the result; mat_a's by default.
         recipe, noise, impl: As in ``mixprec.linear``; no delayed scaling.
+        state: Of the first group's product, whose backward counts the noise step.
 
     Returns:
         [M, N] or [G, M, N]; rows behind the last group are 0.
@@ -69,6 +72,7 @@ def grouped_mm(
             recipe=recipe,
             noise=noise and replace(noise, stream=noise.stream + _STREAMS_PER_GROUP * group),
             impl=impl,
+            state=None if group else state,
         )
         for group, (part, weight) in enumerate(zip(rows, mat_b, strict=True))
     ]

@@ -104,10 +104,10 @@ def transposed_padding(
     output_padding: Sequence[int],
 ) -> list[tuple[int, int]]:
     """What a transposed convolution, seen as a plain one over ``spread`` x, is padded by."""
-    return [
-        (reach := step * (size - 1) - less, reach + more)
-        for size, less, step, more in zip(kernel, padding, dilation, output_padding, strict=True)
+    reaches = [
+        step * (size - 1) - less for size, less, step in zip(kernel, padding, dilation, strict=True)
     ]
+    return [(reach, reach + more) for reach, more in zip(reaches, output_padding, strict=True)]
 
 
 def mirrored(weight: Tensor, groups: int) -> Tensor:

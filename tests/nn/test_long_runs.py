@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,12 @@ import mixprec
 
 RECIPES = ["fp8_delayed", "fp8_rowwise", "nvfp4", "bf16"]
 USE_REENTRANT = [False, True]
+_ROUNDED = replace(mixprec.RECIPES["fp8_rowwise"].output.a, rounding="stochastic")
+STOCHASTIC_FORWARD = replace(
+    mixprec.RECIPES["fp8_rowwise"],
+    name="stochastic forward",
+    output=mixprec.GemmSpec(a=_ROUNDED, b=_ROUNDED),
+)
 
 
 class Net(nn.Module):
@@ -105,8 +112,10 @@ def test_a_checkpoint_keeps_the_block_s_input_alone(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("use_reentrant", USE_REENTRANT)
-@pytest.mark.parametrize("recipe", ["fp8_delayed", "fp8_rowwise", "mxfp8", "bf16"])
-def test_checkpoints_change_no_bit(recipe: str, use_reentrant: bool) -> None:
+@pytest.mark.parametrize(
+    "recipe", ["fp8_delayed", "fp8_rowwise", "mxfp8", "bf16", "nvfp4", STOCHASTIC_FORWARD], ids=str
+)
+def test_checkpoints_change_no_bit(recipe: str | mixprec.Recipe, use_reentrant: bool) -> None:
     def run(is_checkpointed: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
         torch.manual_seed(0)
         model = Net()

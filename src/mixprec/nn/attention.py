@@ -32,7 +32,7 @@ class QuantizedMultiheadAttention(QuantizedCalls, nn.MultiheadAttention):
         return None
 
     def product_names(self) -> tuple[str, ...]:
-        return _INPUTS
+        return (*_INPUTS, *super().product_names())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As ``nn.MultiheadAttention``, without its fast path for evaluation."""
@@ -51,7 +51,6 @@ class _Projections:
 
     def __init__(self, layer: QuantizedMultiheadAttention) -> None:
         self._layer = layer
-        self._noise = layer.forward_noise()
         self._done = 0
 
     def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -73,15 +72,7 @@ class _Projections:
         owner = layer.in_proj_weight
         if owner is None:
             owner = getattr(layer, f"{name[0]}_proj_weight")
-        out = layer.multiply(
-            rows,
-            weight,
-            bias,
-            name=name,
-            owner=owner,
-            entry=_INPUTS.index(name),
-            noise=self._noise,
-        )
+        out = layer.multiply(rows, weight, bias, name=name, owner=owner)
         return out.reshape(*x.shape[:-1], weight.shape[0])
 
 

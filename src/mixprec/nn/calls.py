@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from mixprec.attention import attention
 from mixprec.grouped import grouped_mm
+from mixprec.linear_products import LinearState
 from mixprec.nn.layer import QuantizedLayer
 from mixprec.policy import BODIES
 from mixprec.recipes import Recipe
@@ -77,7 +78,7 @@ class QuantizedCalls(QuantizedLayer):
         return None
 
     def product_names(self) -> tuple[str, ...]:
-        return ()
+        return (ATTENTION, GROUPED)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward, its products by the recipe."""
@@ -93,10 +94,23 @@ class QuantizedCalls(QuantizedLayer):
 
     def _attention(self, *args: Any, **kwargs: Any) -> Tensor:
         return attention(
-            *args, **kwargs, recipe=self.recipe, noise=self.forward_noise(), impl=self.impl
+            *args,
+            **kwargs,
+            recipe=self.recipe,
+            noise=self.noise(ATTENTION),
+            impl=self.impl,
+            state=self._counting(),
         )
 
     def _grouped(self, *args: Any, **kwargs: Any) -> Tensor:
         return grouped_mm(
-            *args, **kwargs, recipe=self.recipe, noise=self.forward_noise(), impl=self.impl
+            *args,
+            **kwargs,
+            recipe=self.recipe,
+            noise=self.noise(GROUPED),
+            impl=self.impl,
+            state=self._counting(),
         )
+
+    def _counting(self) -> LinearState:
+        return LinearState(records_backward=self.training)

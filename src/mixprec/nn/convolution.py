@@ -93,7 +93,7 @@ class QuantizedConv(QuantizedLayer, _ConvNd):
                 f"{channels} channels and, padded, at least the kernel's {self.kernel_size} with "
                 f"dilation {self.dilation}; reshape or pad it"
             )
-        noise, groups = self.forward_noise(), self.groups
+        groups = self.groups
         biases = [None] * groups if self.bias is None else self.bias.chunk(groups)
         parts = [
             self.multiply(
@@ -102,7 +102,6 @@ class QuantizedConv(QuantizedLayer, _ConvNd):
                 bias,
                 owner=self.weight,
                 entry=group,
-                noise=noise,
                 windows=windows,
             )
             for group, (x_group, w_group, bias) in enumerate(

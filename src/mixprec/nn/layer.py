@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +22,11 @@ from mixprec.scaling import DelayedState, split_state
 from mixprec.windows import Windows
 
 _PREFIX = "mixprec_"
-_NOISE_STEP = f"{_PREFIX}noise_step"
 _NO_HISTORIES = ("",) * len(OPERANDS)
 _STREAMS_PER_LAYER = 8
-# streams of the products of one layer beside its first, far above those of any layer
+# far above the streams of any layer
 _STREAMS_PER_ENTRY = 2**32
+_STREAMS_PER_PRODUCT = 2**48
 NUMERICS_ATTRIBUTES = (
     "recipe",
     "impl",
@@ -45,6 +44,10 @@ def _is_recomputing() -> bool:
     """Whether this forward runs inside a backward pass, as activation checkpointing does."""
     # Dynamo cannot trace the question; a compiled graph recomputes nothing of its own accord
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def _step_name(name: str) -> str:
+    return _PREFIX + "_".join(filter(None, (name, "noise_step")))
 
 
 def _history_names(name: str, recipe: Recipe) -> tuple[str, ...]:
@@ -65,9 +68,6 @@ class QuantizedLayer(nn.Module):
         cache_weights: Whether quantised weights are kept until the weight changes.
     """
 
-    counts_forwards: ClassVar[bool] = True
-    """Whether the noise step counts training forward passes, not backward passes: for layers that
-    multiply several times a pass."""
     recipe: Recipe
     impl: str
     noise_seed: int
@@ -88,7 +88,7 @@ class QuantizedLayer(nn.Module):
         return None
 
     def product_names(self) -> tuple[str, ...]:
-        """The names of the products that keep histories."""
+        """The names of the products, each with histories and a noise step of its own."""
         return ("",)
 
     def start_numerics(
@@ -113,8 +113,9 @@ class QuantizedLayer(nn.Module):
                     packed = torch.zeros(size, dtype=torch.float32, device=device)
                     self.register_buffer(buffer, packed, persistent=False)
         if any(spec is not None and spec.is_stochastic for spec in recipe.specs):
-            step = torch.zeros((), dtype=torch.int64, device=device)
-            self.register_buffer(_NOISE_STEP, step, persistent=False)
+            for name in self.product_names():
+                step = torch.zeros((), dtype=torch.int64, device=device)
+                self.register_buffer(_step_name(name), step, persistent=False)
 
     def stop_numerics(self) -> None:
         """Remove everything that ``start_numerics`` added."""
@@ -124,7 +125,7 @@ class QuantizedLayer(nn.Module):
             self.__dict__.pop(name, None)
 
     def numerics_buffers(self) -> dict[str, Tensor]:
-        """The state by buffer name: amax histories, and the count of noise steps."""
+        """The state by buffer name: amax histories, and counts of noise steps."""
         return {
             name: buffer
             for name, buffer in self._buffers.items()
@@ -144,7 +145,6 @@ class QuantizedLayer(nn.Module):
         name: str = "",
         owner: Tensor | None = None,
         entry: int = 0,
-        noise: Noise | None = None,
         windows: Windows | None = None,
     ) -> Tensor:
         """A product of the layer by its recipe; records amaxes in training mode.
@@ -155,8 +155,7 @@ class QuantizedLayer(nn.Module):
             bias: [N].
             name: Which of ``product_names``.
             owner: The parameter that weight is made of; weight itself by default.
-            entry: Which of several products of this name.
-            noise: Of this forward pass, where ``counts_forwards``.
+            entry: Which of several products of this name in a pass; the first counts the pass.
         """
         owner = weight if owner is None else owner
         delayed = self.delayed_states(name)
@@ -167,40 +166,28 @@ class QuantizedLayer(nn.Module):
             delayed=delayed,
             records_forward=records,
             records_backward=self.training,
-            counts_noise=not self.counts_forwards,
-            held=self._held_weight(name, entry, owner),
+            counts_noise=entry == 0,
+            # the whole parameter is the same in every product
+            held=self._held_weight(name, 0 if weight is owner else entry, owner),
         )
-        noise = noise if self.counts_forwards else self.noise()
-        if noise is not None and entry:
-            noise = replace(noise, stream=noise.stream + _STREAMS_PER_ENTRY * entry)
         return product(
             x,
             weight,
             bias,
             recipe=self.recipe,
-            noise=noise,
+            noise=self.noise(name, entry),
             impl=self.impl,
             state=state,
             windows=windows,
         )
 
-    def noise(self) -> Noise | None:
-        """The noise of the next pass; None where nothing is rounded stochastically."""
-        step = self._buffers.get(_NOISE_STEP)
+    def noise(self, name: str = "", entry: int = 0) -> Noise | None:
+        """The noise of a product's next pass; None where nothing is rounded stochastically."""
+        step = self._buffers.get(_step_name(name))
         if step is None:
             return None
-        return Noise(seed=self.noise_seed, step=step, stream=self.noise_stream)
-
-    def forward_noise(self) -> Noise | None:
-        """The noise of this forward pass and its backward pass, counted in training."""
-        noise = self.noise()
-        if noise is None:
-            return None
-        assert isinstance(noise.step, Tensor)
-        step = noise.step.clone()
-        if self.training and not _is_recomputing():
-            noise.step.add_(1)
-        return replace(noise, step=step)
+        place = _STREAMS_PER_PRODUCT * self.product_names().index(name) + _STREAMS_PER_ENTRY * entry
+        return Noise(seed=self.noise_seed, step=step, stream=self.noise_stream + place)
 
     def delayed_states(self, name: str = "") -> tuple[DelayedState | None, ...]:
         """A product's histories, by the operand's position."""
@@ -208,8 +195,10 @@ class QuantizedLayer(nn.Module):
         return tuple(None if state is None else split_state(state) for state in packed)
 
     def _held_weight(self, name: str, entry: int, owner: Tensor) -> HeldWeight | None:
-        # a compiled graph quantises the weight as one of its operations
+        # a compiled graph quantises the weight as one of its operations; a mapped one has many
         if not self.cache_weights or torch.compiler.is_compiling() or owner.is_inference():
+            return None
+        if torch._C._are_functorch_transforms_active():
             return None
         held = self._held.setdefault((name, entry), HeldWeight())
         held.check(owner)

@@ -30,8 +30,6 @@ class QuantizedLinear(QuantizedLayer, nn.Linear):
     y = x @ weight.T + bias, x [..., in_features], in x's type (see ``mixprec.linear``).
     """
 
-    counts_forwards = False
-
     @staticmethod
     def sizes(layer: Any) -> tuple[int, ...]:
         return layer.in_features, layer.out_features
