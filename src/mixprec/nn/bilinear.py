@@ -32,8 +32,6 @@ class QuantizedBilinear(QuantizedLayer, nn.Bilinear):
     as ``mixprec.linear``.
     """
 
-    counts_forwards = False
-
     @staticmethod
     def sizes(layer: Any) -> tuple[int, ...]:
         return layer.in1_features * layer.in2_features, layer.out_features

@@ -73,9 +73,10 @@ def convert(
     ties, flags and ``state_dict`` keys. ``revert`` undoes it. Converting a converted model replaces
     its recipe and its selection; a layer that keeps its recipe keeps its state.
 
-    The layers are linear ones, convolutions, ``nn.MultiheadAttention`` (see ``nn.KINDS``), and
-    modules whose own forward calls ``torch.nn.functional.grouped_mm`` or, with
-    ``recipe.attention``, ``scaled_dot_product_attention``.
+    The layers are linear and bilinear ones, convolutions, recurrent layers and cells and
+    ``nn.MultiheadAttention`` (see ``nn.KINDS``), and modules whose own forward calls
+    ``torch.nn.functional.grouped_mm`` or, with ``recipe.attention``,
+    ``scaled_dot_product_attention``.
 
     Args:
         model: Any module; it may itself be such a layer, on any device (meta too).

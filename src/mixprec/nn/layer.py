@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +68,8 @@ class QuantizedLayer(nn.Module):
         cache_weights: Whether quantised weights are kept until the weight changes.
     """
 
+    reuses_weights: ClassVar[bool] = False
+    """Whether a pass multiplies by one weight several times; it lets go of them by itself then."""
     recipe: Recipe
     impl: str
     noise_seed: int
@@ -196,9 +198,8 @@ class QuantizedLayer(nn.Module):
 
     def _held_weight(self, name: str, entry: int, owner: Tensor) -> HeldWeight | None:
         # a compiled graph quantises the weight as one of its operations; a mapped one has many
-        if not self.cache_weights or torch.compiler.is_compiling() or owner.is_inference():
-            return None
-        if torch._C._are_functorch_transforms_active():
+        is_traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+        if is_traced or owner.is_inference() or not (self.cache_weights or self.reuses_weights):
             return None
         held = self._held.setdefault((name, entry), HeldWeight())
         held.check(owner)

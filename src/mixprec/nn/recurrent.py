@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from mixprec.linear_products import HeldWeight
 from mixprec.nn.layer import QuantizedLayer
 from mixprec.recipes import Recipe
 from mixprec.rounding import check_floating
@@ -65,17 +64,15 @@ _CELL_PARAMETERS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
 
 
 class _Products:
-    """The products of one forward pass, which are one step of noise."""
+    """The products of one forward pass."""
 
     def __init__(self, layer: QuantizedLayer, parameters: Mapping[str, Tensor | None]) -> None:
         self._layer = layer
         self._parameters = parameters
-        self._names = layer.product_names()
-        self._noise = layer.forward_noise()
 
     def has(self, name: str) -> bool:
         """Whether there is such a weight."""
-        return name in self._names
+        return name in self._parameters
 
     def multiply(self, x: Tensor, name: str, step: int = 0) -> Tensor:
         """x by a weight, plus the bias that belongs to it."""
@@ -86,8 +83,7 @@ class _Products:
             weight,
             self._parameters.get(name.replace("weight", "bias")),
             name=name,
-            entry=self._names.index(name) + len(self._names) * step,
-            noise=self._noise,
+            entry=step,
         )
 
 
@@ -118,6 +114,8 @@ class QuantizedRecurrent(QuantizedLayer, nn.RNNBase):
 
     Exactness: as ``mixprec.linear``, product by product.
     """
+
+    reuses_weights = True
 
     @staticmethod
     def sizes(layer: Any) -> tuple[int, ...]:
@@ -191,15 +189,6 @@ class QuantizedRecurrent(QuantizedLayer, nn.RNNBase):
             self._held = {}
         return rows, tuple(map(torch.stack, zip(*ends, strict=True)))
 
-    def _held_weight(self, name: str, entry: int, owner: Tensor) -> HeldWeight | None:
-        # mapped over a batch, one call's products have several weights
-        is_traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-        if is_traced or owner.is_inference():
-            return None
-        held = self._held.setdefault((name, 0), HeldWeight())
-        held.check(owner)
-        return held
-
     def __getstate__(self) -> dict[str, Any]:
         # torch's layer makes its weak references anew
         state = super().__getstate__()
@@ -250,8 +239,8 @@ def _steps(
 class QuantizedCell(QuantizedLayer, nn.RNNCellBase):
     """One step of a recurrent layer by a recipe; made by ``mixprec.convert``.
 
-    The products a and b of the module docstring, "weight_ih" and "weight_hh", a step: each call is
-    a step of noise. ``cache_weights`` saves quantising both at each call.
+    The products a and b of the module docstring, "weight_ih" and "weight_hh". ``cache_weights``
+    saves quantising both at each call.
 
     Raises:
         ValueError: Sizes that do not match; and what torch's own cell raises.
