@@ -117,3 +117,21 @@ def test_parts_of_one_parameter_are_kept_apart() -> None:
         expected.append((layer(x, x, x)[0], layer(x, x, x)[0], conv(image), conv(image)))
     for a, b in zip(*expected, strict=True):
         assert torch.equal(a, b)
+
+
+def test_nothing_of_inference_mode_or_of_a_map_is_kept() -> None:
+    torch.manual_seed(0)
+    layer, x = nn.Linear(16, 16), torch.randn(4, 16)
+    mixprec.convert(layer, "fp8_rowwise", cache_weights=True)
+    with torch.inference_mode():
+        quiet = layer(x)
+    y = layer(x.requires_grad_())
+    y.sum().backward()
+    assert torch.equal(y, quiet)
+    weights = torch.randn(3, 16, 16)
+    found = torch.func.vmap(
+        lambda w: torch.func.functional_call(layer, {"weight": w}, (x.detach(),))
+    )(weights)
+    for out, weight in zip(found, weights, strict=True):
+        expected = mixprec.linear(x.detach(), weight, layer.bias.detach(), recipe="fp8_rowwise")
+        assert torch.equal(out, expected)

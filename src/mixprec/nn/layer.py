@@ -199,7 +199,10 @@ class QuantizedLayer(nn.Module):
     def _held_weight(self, name: str, entry: int, owner: Tensor) -> HeldWeight | None:
         # a compiled graph quantises the weight as one of its operations; a mapped one has many
         is_traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-        if is_traced or owner.is_inference() or not (self.cache_weights or self.reuses_weights):
+        if is_traced or not (self.cache_weights or self.reuses_weights):
+            return None
+        # what inference mode makes could not be kept for a backward pass
+        if torch.is_inference_mode_enabled() or owner.is_inference():
             return None
         held = self._held.setdefault((name, entry), HeldWeight())
         held.check(owner)
