@@ -278,3 +278,30 @@ def test_a_converted_attention_is_a_converted_layer() -> None:
     mixprec.convert(layer, "fp8_rowwise")
     assert isinstance(layer, QuantizedLayer)
     assert isinstance(layer, nn.MultiheadAttention)
+
+
+def outside(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+class Indirect(Block):
+    """Attention in a function that the module's own code does not name, as libraries have it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        return {"sdpa": outside}["sdpa"](q, k, v).transpose(1, 2).flatten(2)
+
+
+def test_attention_called_elsewhere_is_included_by_name() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Indirect()), torch.randn(2, 5, 16)
+    recipe = replace(RECIPES["fp8_rowwise"], attention=True)
+    report = mixprec.convert(model, recipe, include=("Indirect",))
+    assert [row.name for row in report.converted] == ["0", "0.qkv"]
+    q, k, v = model[0].qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+    expected = attention(q, k, v, recipe="fp8_rowwise").transpose(1, 2).flatten(2)
+    assert torch.equal(model(x), expected)
+    again = mixprec.convert(model, recipe, include=("Indirect",))
+    assert [row.name for row in again.converted] == ["0", "0.qkv"]
+    mixprec.revert(model)
+    assert type(model[0]) is Indirect

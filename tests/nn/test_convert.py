@@ -257,7 +257,7 @@ def explode(module: nn.Module, name: str) -> bool:
         ("fp8_tensorwide", {}, "fp8_tensorwise"),
         ("fp8_rowwise", {"skip": ("narow",)}, "skip: got pattern 'narow'.*near names: narrow"),
         ({"hed": "fp8_rowwise"}, {}, "recipe: got pattern 'hed'.*near names: head"),
-        ("fp8_rowwise", {"include": ("Lin",)}, "include: got 'Lin'; .*it has Linear"),
+        ("fp8_rowwise", {"include": ("Lin",)}, "include: got 'Lin'; .*it has .*Linear"),
         ("fp8_rowwise", {"keep_last": -1}, "keep_last: got -1; must be at least 0; use 0"),
         ("fp8_rowwise", {"multiple_of": 0}, "multiple_of: got 0; must be at least 1; use 16"),
         ("fp8_rowwise", {"module_filter_fn": explode}, "asked about inner"),

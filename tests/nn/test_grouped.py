@@ -92,6 +92,7 @@ def test_experts_follow_the_recipe_and_train(recipe: str) -> None:
     hidden = grouped_mm(x, experts.up, ends, recipe=recipe, noise=mixprec.Noise(seed=0))
     out = grouped_mm(F.relu(hidden), experts.down, ends, recipe=recipe, noise=mixprec.Noise(seed=0))
     assert torch.equal(experts(x, ends), out)
+    assert mixprec.convert(experts, recipe).converted == (row,)
     optimizer = torch.optim.SGD(experts.parameters(), lr=0.05)
     losses = []
     for _ in range(10):

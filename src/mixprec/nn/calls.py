@@ -73,7 +73,9 @@ class QuantizedCalls(QuantizedLayer):
     def why_not(layer: Any, recipe: Recipe) -> str | None:
         if any(spec is not None and spec.is_delayed for spec in recipe.specs):
             return f"recipe {recipe} has delayed scaling, whose histories belong to one product"
-        if called_names(type(layer)) == {ATTENTION} and not recipe.attention:
+        kinds: list[type[nn.Module]] = type(layer).mro()
+        own = next(kind for kind in kinds if not issubclass(kind, QuantizedLayer))
+        if called_names(own) <= {ATTENTION} and not recipe.attention:
             return "its attention is in high precision; set the recipe's attention=True"
         return None
 

@@ -84,7 +84,8 @@ def convert(
             and layers that none matches are left alone.
         skip: Name patterns of layers to leave alone. A pattern is a glob over a module's full name
             (``*`` also spans dots); it also takes what lies inside the modules it matches.
-        include: Subclasses of torch's layers, by name or class, to convert too.
+        include: Subclasses of torch's layers, and modules whose attention or grouped products are
+            called by functions of theirs, by name or class, to convert too.
         module_filter_fn: (module, name) -> whether to convert; asked for such layers only.
         multiple_of: Leave layers alone whose sizes are not multiples of it.
         keep_last: Keep the last so many layers in high precision: late layers are the sensitive

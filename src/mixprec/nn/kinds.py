@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -68,12 +68,16 @@ def is_kind_itself(module: nn.Module) -> bool:
     return _SAME.get(own, own) in KINDS
 
 
-def layer_class(module: nn.Module) -> type[QuantizedLayer] | None:
-    """What a module becomes by conversion, or a base of that; None if it does not multiply."""
-    kind = kind_of(module)
+def layer_class(module: nn.Module, include: Collection[str] = ()) -> type[QuantizedLayer] | None:
+    """What a module becomes by conversion, or a base of that; None if it does not multiply.
+
+    Of a module that is no layer of torch's, what its forward calls may multiply: where its own code
+    names such a function, or the module is included by its class' name.
+    """
+    kind, own = kind_of(module), plain_class(module)
     if kind is not None:
         return KINDS[kind]
-    return QuantizedCalls if called_names(plain_class(module)) else None
+    return QuantizedCalls if called_names(own) or own.__name__ in include else None
 
 
 def converted_class(module: nn.Module) -> type[nn.Module]:
@@ -84,9 +88,8 @@ def converted_class(module: nn.Module) -> type[nn.Module]:
     """
     original = plain_class(module)
     if original not in _CONVERTED:
-        base = layer_class(module)
-        assert base is not None
-        bases = (original, base) if kind_of(module) is not None else (base, original)
+        kind = kind_of(module)
+        bases = (QuantizedCalls, original) if kind is None else (original, KINDS[kind])
         converted = type(f"Quantized{original.__name__}", bases, {"__reduce_ex__": _reduce})
         _CONVERTED[original], _ORIGINAL[converted] = converted, original
     return _CONVERTED[original]

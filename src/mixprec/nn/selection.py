@@ -38,7 +38,7 @@ class Selection:
 
     def decide(self, module: nn.Module, names: Sequence[str]) -> Recipe | str:
         """The recipe for a module known by these names, or the reason to leave it alone."""
-        kind = layer_class(module)
+        kind = layer_class(module, self.include)
         if kind is None:
             return _why_no_layer(module)
         reason = _why_no_swap(module, self.include)
@@ -143,15 +143,9 @@ def check_patterns(argument: str, patterns: Iterable[str], names: list[str]) -> 
 
 
 def check_include(include: tuple[str, ...], model: nn.Module) -> None:
-    kinds = sorted(
-        {
-            plain_class(module).__name__
-            for module in model.modules()
-            if layer_class(module) is not None
-        }
-    )
+    kinds = sorted({plain_class(module).__name__ for module in model.modules()})
     for name in include:
         if name not in kinds:
             raise ValueError(
-                f"include: got {name!r}; the model has no such layer; it has {', '.join(kinds)}"
+                f"include: got {name!r}; the model has no such module; it has {', '.join(kinds)}"
             )
