@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mixprec.train import models
-from mixprec.train.data import Dataset, Split
 from mixprec.train.models import ModelEntry
+from mixprec.train.splits import Dataset, Split
 
 
 class SmallNet(nn.Module):

@@ -16,6 +16,7 @@ from mixprec.train import checkpoint
 from mixprec.train.checkpoint import isolated_generators
 from mixprec.train.config import Config, ConfigError
 from mixprec.train.faults import NonFiniteError, first_fault
+from mixprec.train.feed import dataset_of
 from mixprec.train.models import MnistCNN
 from mixprec.train.trainer import (
     Trainer,
@@ -124,7 +125,8 @@ def test_an_epoch_has_every_row_once_and_a_last_smaller_batch(small: Small) -> N
     for epoch in (0, 1):
         batches = [b for step in range(3) for b in trainer.batches(3 * epoch + step)]
         images = torch.cat([inputs for inputs, _ in batches])
-        order = torch.cdist(images.flatten(1), trainer.train_rows.inputs.flatten(1)).argmin(1)
+        rows = dataset_of(trainer.config).train
+        order = torch.cdist(images.flatten(1), rows.inputs.flatten(1)).argmin(1)
         assert sorted(order.tolist()) == list(range(56))
 
 
@@ -144,7 +146,8 @@ def test_accumulated_gradients_are_those_of_one_batch(small: Small, sizes: tuple
 def test_uneven_batches_count_by_their_rows(small: Small) -> None:
     trainer = Trainer(small("data.batch_size=40", "train.accumulate=2"))
     trainer.model.eval()
-    expected = F.nll_loss(trainer.model(trainer.train_rows.inputs), trainer.train_rows.targets)
+    rows = dataset_of(trainer.config).train
+    expected = F.nll_loss(trainer.model(rows.inputs), rows.targets)
     assert trainer.step().loss == pytest.approx(expected.item(), rel=1e-5)
 
 

@@ -11,7 +11,6 @@ import json
 import math
 import os
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,10 +25,10 @@ from mixprec.amp.grad_scaler import GradScaler
 from mixprec.formats import lookup
 from mixprec.gemm.api import IMPLS
 from mixprec.recipes import OPT_LEVELS
-from mixprec.train.data import DATASETS
+from mixprec.train.data import DATASETS, option_names
 from mixprec.train.models import MODELS, check_model_name, is_user_model
 from mixprec.train.recipe_choice import RecipeTable, recipe_label, resolve_recipe, step_recipe
-from mixprec.train.toml_text import document
+from mixprec.train.toml_text import ConfigError, apply_setting, document, read_document
 
 OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = MappingProxyType(
     {
@@ -43,10 +42,6 @@ COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-
 LEVEL_VARIABLE = "AMPLITE_LEVEL"
 _RECIPE_KEYS = {"recipe", "opt_level"}
 _DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot be used; the text has one line for each mistake."""
 
 
 def _checked_recipe(value: Any) -> Any:
@@ -116,12 +111,20 @@ class ConvertConfig(_Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig(_Section):
-    """name: an entry of DATASETS; path: a folder instead of the built-in source; sizes in rows."""
+    """name: an entry of DATASETS, by default the model's; path: a file or folder instead of the
+    built-in source; sizes in rows.
+
+    workers: processes that make the rows of a data set that is not held in memory, 0 for none;
+    None is one a core. options: arguments of the data set's function; those that it shares with the
+    model's follow the model's.
+    """
 
     name: Annotated[str, _one_of("data.name", DATASETS)] = "mnist"
     path: str | None = None
     batch_size: Count = 64
     eval_batch_size: Count = 1000
+    workers: Annotated[int, Field(ge=0, le=1024)] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,9 +223,9 @@ def load(path: str | Path | None = None, settings: Sequence[str] = ()) -> Config
         raise TypeError(
             f"config: got {path!r}; it is a Config or the path of a TOML file; give one"
         )
-    table = {} if path is None else _read_toml(Path(path))
+    table = {} if path is None else read_document(Path(path))
     for setting in settings:
-        if _apply(table, setting) in _RECIPE_KEYS:
+        if apply_setting(table, setting) in _RECIPE_KEYS:
             # a run's own file says where its recipe came from, not where this one does
             table.pop("recipe_source", None)
     level = os.environ.get(LEVEL_VARIABLE)
@@ -239,7 +242,7 @@ def from_dict(table: Mapping[str, Any]) -> Config:
 
     Raises: ConfigError: Some values cannot be used; the text lists every mistake.
     """
-    table, faults = _with_level(table)
+    table, faults = _with_level(_with_data(table))
     # Through JSON, so that strict checks accept a list for a tuple and a table for a section.
     text = json.dumps(_without_none(table), default=str)
     try:
@@ -282,6 +285,15 @@ def _with_level(table: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     return values | {"recipe": level}, []
 
 
+def _with_data(table: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The table with its model's data set, where it names none."""
+    model, data = table.get("model"), table.get("data") or {}
+    entry = MODELS.get(model.lower()) if isinstance(model, str) else None
+    if entry is None or not isinstance(data, Mapping) or data.get("name") is not None:
+        return table
+    return {**table, "data": {**data, "name": entry.data}}
+
+
 def to_dict(config: Config) -> dict[str, Any]:
     """Nested tables of every field that has a value; `from_dict` takes them back."""
     return _without_none(dataclasses.asdict(config))
@@ -290,37 +302,6 @@ def to_dict(config: Config) -> dict[str, Any]:
 def to_toml(config: Config) -> str:
     """The whole configuration, defaults included, as TOML that `load` reads back equal."""
     return document(to_dict(config))
-
-
-def _read_toml(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        reason = f"cannot be read ({error.strerror}); give the path of a TOML file"
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        reason = f"is not TOML: {error}; correct it"
-    raise ConfigError(f"config: got {path}; {reason}")
-
-
-def _apply(table: dict[str, Any], setting: str) -> str:
-    """Put a setting into the table; the outermost key that it changes."""
-    path, equals, text = setting.partition("=")
-    *sections, key = (part.strip() for part in path.split("."))
-    if not equals or not key:
-        raise ConfigError(f"set: got {setting!r}; a setting reads section.key=value; write it so")
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text.strip()
-    for place, section in enumerate(sections, start=1):
-        table = table.setdefault(section, {})
-        if not isinstance(table, dict):
-            raise ConfigError(
-                f"{'.'.join(sections[:place])}: got {table!r}, of which {path} cannot be set; "
-                f"{section} is a value, not a table; correct either"
-            )
-    table[key] = value
-    return [*sections, key][0]
 
 
 def _line(error: ErrorDetails) -> str:
@@ -359,17 +340,19 @@ def _unknown_keys(path: str, options: Mapping[str, Any], known: Sequence[str]) -
 
 def _model_faults(config: Config) -> list[str]:
     """What is wrong with the options; those of a user's function show when it is called."""
+    data = config.data
+    faults = _unknown_keys("data.options", data.options, option_names(data.name))
     if is_user_model(config.model):
-        return []
+        return faults
     entry = MODELS[config.model]
     unknown = _unknown_keys("model_options", config.model_options, entry.options)
     if unknown:
-        return unknown
+        return faults + unknown
     try:
         entry.arguments(config.model_options)
     except ValueError as error:
-        return [f"model_options.{error}"]
-    return []
+        faults.append(f"model_options.{error}")
+    return faults
 
 
 def _step_faults(config: Config) -> list[str]:

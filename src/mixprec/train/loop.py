@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -74,7 +75,7 @@ def run(
     device = pick_device(config.train.device)
     with checkpoint.isolated_generators(device):
         trainer = Trainer(config)
-        with ProgressLines(trainer.total, console) as lines:
+        with closing(trainer), ProgressLines(trainer.total, console) as lines:
             _resume(trainer, folder, resume, lines)
             if folder is not None:
                 create_folder(folder)
@@ -129,13 +130,11 @@ class _Run:
             self._evaluate()
         return milliseconds
 
-    def _evaluate(self) -> dict[str, float]:
+    def _evaluate(self) -> dict[str, float | None]:
         trainer, score = self.trainer, self.trainer.evaluate()
         self.metrics.write(step=trainer.done, eval_loss=score.loss, accuracy=score.accuracy)
-        self.lines.line(
-            f"step {trainer.done}: evaluation loss {score.loss:.4f}, "
-            f"accuracy {100 * score.accuracy:.2f} %"
-        )
+        right = "" if score.accuracy is None else f", accuracy {100 * score.accuracy:.2f} %"
+        self.lines.line(f"step {trainer.done}: evaluation loss {score.loss:.4f}{right}")
         return {"loss": score.loss, "accuracy": score.accuracy}
 
     def _is_due(self) -> bool:

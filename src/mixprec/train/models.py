@@ -154,6 +154,11 @@ def build_model(name: str, options: Mapping[str, Any]) -> BuiltModel:
     return BuiltModel(model, loss)
 
 
+def model_arguments(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that `build_model` calls a model's function with, its own defaults apart."""
+    return dict(options) if is_user_model(name) else MODELS[name].arguments(options)
+
+
 def is_user_model(name: str) -> bool:
     """Whether a model's name is `package.module:function` rather than an entry of `MODELS`."""
     return ":" in name

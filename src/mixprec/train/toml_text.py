@@ -1,9 +1,53 @@
-"""Nested tables written as TOML, which the standard library only reads."""
+"""TOML to nested tables and back, and settings that change one value of them."""
 
 import json
 import re
+import tomllib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used; the text has one line for each mistake."""
+
+
+def read_document(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file.
+
+    Raises: ConfigError: It cannot be read, or is not TOML.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        reason = f"cannot be read ({error.strerror}); give the path of a TOML file"
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        reason = f"is not TOML: {error}; correct it"
+    raise ConfigError(f"config: got {path}; {reason}")
+
+
+def apply_setting(table: dict[str, Any], setting: str) -> str:
+    """Put a setting `section.key=value` into the table; the outermost key that it changes.
+
+    Raises: ConfigError: It does not read so, or a section in it is a value.
+    """
+    path, equals, text = setting.partition("=")
+    *sections, key = (part.strip() for part in path.split("."))
+    if not equals or not key:
+        raise ConfigError(f"set: got {setting!r}; a setting reads section.key=value; write it so")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()
+    for place, section in enumerate(sections, start=1):
+        table = table.setdefault(section, {})
+        if not isinstance(table, dict):
+            raise ConfigError(
+                f"{'.'.join(sections[:place])}: got {table!r}, of which {path} cannot be set; "
+                f"{section} is a value, not a table; correct either"
+            )
+    table[key] = value
+    return [*sections, key][0]
 
 
 def document(table: Mapping[str, Any]) -> str:

@@ -22,10 +22,11 @@ from mixprec.amp.setup import cast_parameters, region, scaler_for, with_update
 from mixprec.recipes import DYNAMIC, NARROW
 from mixprec.train import checkpoint, optimizers
 from mixprec.train.config import Config, to_dict
-from mixprec.train.data import DATASETS, Dataset, Split, epoch_order, stream_seed
 from mixprec.train.faults import NonFiniteError, first_fault
+from mixprec.train.feed import Feed, dataset_of, in_order, num_workers
 from mixprec.train.models import build_model
 from mixprec.train.recipe_choice import by_layer, step_recipe
+from mixprec.train.splits import Batch, Dataset, Items, stream_seed
 
 # A resumed run may go on longer, elsewhere, or be recorded otherwise; all else shapes its numbers.
 _MAY_CHANGE = {
@@ -37,6 +38,7 @@ _MAY_CHANGE = {
     "train.save_model",
     "recipe_source",
     "data.path",
+    "data.workers",
     "data.eval_batch_size",
     "checkpoint.every",
     "checkpoint.keep",
@@ -62,10 +64,14 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """loss: the mean over the evaluation rows; accuracy: the share that is right, in [0, 1]."""
+    """loss: the mean over the evaluation rows; accuracy: the share that is right, in [0, 1].
+
+    An answer is right if the largest of the output's last dimension is the target's. None where the
+    output [N, ..., classes] does not belong to whole-number targets [N, ...].
+    """
 
     loss: float
-    accuracy: float
+    accuracy: float | None
 
 
 def pick_device(name: str) -> torch.device:
@@ -108,9 +114,10 @@ class Trainer:
         self.config = config
         self.recipe = step_recipe(config.recipe, config.base)
         self.device = pick_device(config.train.device)
-        data = dataset or DATASETS[config.data.name](config.data.path)
-        self.train_rows = _on(self.device, data.train)
-        self.evaluation_rows = _on(self.device, data.evaluation)
+        data = dataset or dataset_of(config)
+        self._feed = Feed(data, config, self.device)
+        rows = data.evaluation
+        self.evaluation_rows = rows if isinstance(rows, Items) else rows.to(self.device)
         torch.manual_seed(config.train.seed)
         model, self.criterion = build_model(config.model, config.model_options)
         self.model = model.to(self.device)
@@ -126,15 +133,13 @@ class Trainer:
         )
         layers.attach(self.model, self.optimizer)
         self._forward = self._compiled(config.train.compile)
-        self._epoch_order = (-1, torch.empty(0))
         self.done = 0
         self.loss = math.nan
 
     @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps an epoch; the last one may have fewer rows."""
-        rows = self.config.data.batch_size * self.config.train.accumulate
-        return math.ceil(len(self.train_rows) / rows)
+        return self._feed.steps_per_epoch
 
     @property
     def total(self) -> int:
@@ -149,17 +154,13 @@ class Trainer:
         """The resolved implementations of the converted layers; `native` where none is."""
         return ", ".join(sorted({row.impl for row in self.report.converted})) or "native"
 
-    def batches(self, step: int) -> list[tuple[Tensor, Tensor]]:
+    def batches(self, step: int) -> list[Batch]:
         """The (inputs, targets) whose gradients optimizer step `step` (from 0) adds up."""
-        epoch, place = divmod(step, self.steps_per_epoch)
-        if self._epoch_order[0] != epoch:
-            seed = self.config.train.seed
-            self._epoch_order = (epoch, epoch_order(len(self.train_rows), seed, epoch))
-        size = self.config.data.batch_size
-        span = size * self.config.train.accumulate
-        rows = self._epoch_order[1][place * span : (place + 1) * span].to(self.device)
-        data = self.train_rows
-        return [(data.inputs[part], data.targets[part]) for part in rows.split(size)]
+        return self._feed.batches(step, self.total)
+
+    def close(self) -> None:
+        """End the worker processes of the data; a later step starts them again."""
+        self._feed.close()
 
     def _compiled(self, mode: bool | str) -> Callable[[Tensor], Tensor]:
         if mode is False:
@@ -227,21 +228,23 @@ class Trainer:
         """
         data, size = self.evaluation_rows, self.config.data.eval_batch_size
         rows = min(size, len(data)) if self.config.train.dry_run else len(data)
-        loss, right = 0.0, 0
+        loss, right, asked = 0.0, 0, 0
         self.model.eval()
         try:
-            for inputs, targets in zip(
-                data.inputs[:rows].split(size), data.targets[:rows].split(size), strict=True
+            for inputs, targets in in_order(
+                data, rows, size, self.device, num_workers(self.config)
             ):
                 with torch.no_grad():
                     output, batch_loss = self._output_and_loss(inputs, targets)
                     mean = batch_loss.item()
                 self._require_finite(mean, self.done, "the evaluation loss", inputs)
                 loss += mean * len(targets)
-                right += int((output.argmax(dim=1) == targets).sum())
+                if output.shape[:-1] == targets.shape and not targets.is_floating_point():
+                    right += int((output.argmax(dim=-1) == targets).sum())
+                    asked += targets.numel()
         finally:
             self.model.train()
-        return Evaluation(loss=loss / rows, accuracy=right / rows)
+        return Evaluation(loss=loss / rows, accuracy=right / asked if asked else None)
 
     def state(self) -> dict[str, Any]:
         """Everything that the next step depends on, as a tree for `checkpoint.save`.
@@ -354,10 +357,6 @@ class Trainer:
         if norm > largest:
             torch._foreach_mul_([grad for _, grad in named], largest / norm)
         return norm
-
-
-def _on(device: torch.device, split: Split) -> Split:
-    return Split(inputs=split.inputs.to(device), targets=split.targets.to(device))
 
 
 def _convert(model: nn.Module, config: Config) -> layers.Report:

