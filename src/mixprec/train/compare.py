@@ -25,8 +25,8 @@ from mixprec.recipes import Recipe
 from mixprec.train import checkpoint
 from mixprec.train.compared import chosen_recipes, configuration, level_notes
 from mixprec.train.config import Config
-from mixprec.train.data import DATASETS, Dataset
 from mixprec.train.faults import NonFiniteError
+from mixprec.train.feed import dataset_of
 from mixprec.train.log import (
     ProgressLines,
     create_folder,
@@ -36,6 +36,7 @@ from mixprec.train.log import (
     write_losses,
 )
 from mixprec.train.recipe_choice import RecipeTable
+from mixprec.train.splits import Dataset
 from mixprec.train.trainer import StepRecord, Trainer, pick_device
 
 EMULATED_NOTE = "emulated: timing is not hardware speed"
@@ -181,7 +182,7 @@ def run(
     start = configuration(config, steps, device, base)
     chosen = chosen_recipes(start, recipes, accumulate)
     target = pick_device(start.train.device)
-    data = DATASETS[start.data.name](start.data.path)
+    data = dataset_of(start)
     folder = None if out is None else create_folder(out)
     with checkpoint.isolated_generators(target):
         by_seed = [_one_seed(start, chosen, data, offset, console) for offset in range(seeds)]
@@ -283,11 +284,8 @@ def _peak(trainer: Trainer) -> int | None:
     model = trainer.model
     existing = [*model.parameters(), *model.buffers()]
     existing += tensors_in(trainer.optimizer.state_dict())
-    rows = trainer.train_rows
     try:
-        return peak_bytes(
-            trainer.step, trainer.device, tensors=existing, apart=(rows.inputs, rows.targets)
-        )
+        return peak_bytes(trainer.step, trainer.device, tensors=existing, apart=trainer.held_data)
     except NonFiniteError:
         return None
 

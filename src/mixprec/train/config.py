@@ -94,9 +94,9 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertConfig(_Section):
-    """Which linear layers the recipe reaches; the arguments of `mixprec.convert`.
+    """Which layers the recipe reaches, and how; the arguments of `mixprec.convert`.
 
-    keep_first, keep_last_share: linear layers that multiply in bf16 instead, as
+    keep_first, keep_last_share: layers that multiply in bf16 instead, as
     `mixprec.nn.keep_sensitive` chooses them.
     """
 
@@ -107,6 +107,7 @@ class ConvertConfig(_Section):
     keep_first: Annotated[int, Field(ge=0)] = 0
     keep_last_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
     impl: Annotated[str, _one_of("convert.impl", dict.fromkeys(("auto", *IMPLS)))] = "auto"
+    cache_weights: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

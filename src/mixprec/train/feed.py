@@ -83,6 +83,11 @@ class Feed:
             for inputs, targets in made
         ]
 
+    @property
+    def held(self) -> tuple[Tensor, ...]:
+        """The data that lie on the device throughout."""
+        return () if self._rows is None else self._rows.tensors
+
     def close(self) -> None:
         """End the worker processes; a later step starts them again."""
         if self._loader is not None:

@@ -24,6 +24,10 @@ class Rows(Protocol):
 
     def to(self, device: torch.device) -> "Rows": ...
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that is held of them."""
+
 
 class Items(torch_data.Dataset[Batch]):
     """Rows that are not held in memory: item i is a pure function of i, made where it is asked for.
@@ -52,6 +56,10 @@ class Split:
 
     def batch(self, rows: Tensor | slice) -> Batch:
         return self.inputs[rows], self.targets[rows]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.inputs, self.targets
 
     def to(self, device: torch.device) -> "Split":
         return Split(inputs=self.inputs.to(device), targets=self.targets.to(device))

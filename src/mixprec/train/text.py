@@ -37,6 +37,10 @@ class Windows:
         windows = self.content.unfold(0, self.context + 1, self.context)[rows].long()
         return windows[:, :-1], windows[:, 1:]
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.content,)
+
     def to(self, device: torch.device) -> "Windows":
         return Windows(content=self.content.to(device), context=self.context)
 

@@ -34,6 +34,7 @@ _MAY_CHANGE = {
     "train.steps",
     "train.device",
     "train.compile",
+    "convert.cache_weights",
     "train.log_every",
     "train.save_model",
     "recipe_source",
@@ -157,6 +158,11 @@ class Trainer:
     def batches(self, step: int) -> list[Batch]:
         """The (inputs, targets) whose gradients optimizer step `step` (from 0) adds up."""
         return self._feed.batches(step, self.total)
+
+    @property
+    def held_data(self) -> tuple[Tensor, ...]:
+        """The data that lie on the device throughout."""
+        return self._feed.held
 
     def close(self) -> None:
         """End the worker processes of the data; a later step starts them again."""
@@ -370,6 +376,7 @@ def _convert(model: nn.Module, config: Config) -> layers.Report:
         keep_last=options.keep_last,
         impl=options.impl,
         seed=config.train.seed,
+        cache_weights=options.cache_weights,
     )
 
 
