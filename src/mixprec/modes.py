@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
+from types import FrameType
 
 import torch
 from torch import Tensor
@@ -29,3 +31,30 @@ def plain_arithmetic(x: Tensor) -> Iterator[None]:
             return
         with torch.autocast(x.device.type, enabled=False):
             yield
+
+
+def is_called_by_compiled_code() -> bool:
+    """Whether a graph that torch.compile made calls the function that asks.
+
+    A graph has the modes that it was traced in worked into it, yet runs inside them: what it calls
+    by its Python name reaches them a second time, with shapes and types that it relies on.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    assert frame is not None
+    if "extern_kernels" in frame.f_globals:
+        # what Inductor writes calls torch.convolution by name
+        return True
+    # a graph may be part of another, run by an operator; those of torch.fx alone are user code
+    if not _is_of_graph(frame) and frame.f_code is not torch.fx.Interpreter.call_function.__code__:
+        return False
+    while frame is not None:
+        graph = frame.f_locals.get("self") if _is_of_graph(frame) else None
+        if "dynamo_compile_id" in getattr(graph, "meta", ()):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _is_of_graph(frame: FrameType) -> bool:
+    # by its name: to look at the locals of other code would keep them alive
+    return frame.f_code.co_filename.startswith("<eval_with_key>")

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from mixprec.gemm.widening import NARROW, has_fast_units, mapped, widened
-from mixprec.modes import is_autocast_on
+from mixprec.modes import is_autocast_on, is_called_by_compiled_code
 from mixprec.recomputation import Hooks, hooks_around, let_reentrant_recompute, surrounding_hooks
 
 Rule = Literal["16-bit", "fp32", "fp32 result", "widest", "as statistics", "refused"]
@@ -218,6 +218,8 @@ class Region(TorchFunctionMode):
         is_bare = (is_plain and self._record is None) or kwargs.get("out") is not None
         if is_bare and not torch.is_grad_enabled():
             return func(*args, **kwargs)
+        if not torch.compiler.is_compiling() and is_called_by_compiled_code():
+            return func(*args, **kwargs)
         with self.recomputed():
             return func(*args, **kwargs) if is_bare else self._run(func, name, args, kwargs)
 
@@ -389,7 +391,9 @@ def _bodies(module: ModuleType) -> Iterator[tuple[FunctionType, FunctionType]]:
             yield func, body
 
 
-BODIES: dict[Callable[..., Any], Callable[..., Any]] = dict(
-    [*_bodies(torch.functional), *_bodies(torch.nn.functional)]
-)
+BODIES: dict[Callable[..., Any], Callable[..., Any]] = {
+    **dict([*_bodies(torch.functional), *_bodies(torch.nn.functional)]),
+    # the method calls super(), which Dynamo cannot trace from here
+    Tensor.unflatten: torch.unflatten,
+}
 """Operations that torch writes in Python, without their question who overrides them."""

@@ -150,14 +150,6 @@ def test_twenty_steps_lower_the_loss(
     assert trainer.skipped == 0
 
 
-def test_compiling_in_16_bits_is_refused_on_a_cpu(
-    small: Small, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use(monkeypatch, SMALL_NET)
-    with pytest.raises(ValueError, match=r"train\.compile: got True on base bf16 on a CPU; .* use"):
-        Trainer(small("recipe=fp8_rowwise", "base=bf16", "train.compile=true"))
-
-
 @pytest.mark.parametrize("settings", LEARNING.values(), ids=LEARNING)
 def test_micro_batches_add_up_to_one_batch_in_32_bits(
     small: Small, monkeypatch: pytest.MonkeyPatch, settings: list[str]

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mixprec.gemm.kept_rounding import narrow, widen
 from mixprec.recomputation import Hooks, surrounding_hooks
 
 NARROW = (torch.bfloat16, torch.float16)
@@ -56,11 +57,12 @@ def widened(
         dtype: bfloat16 or float16.
 
     Returns:
-        f's results. Backward keeps the 16-bit tensors, not their float32 copies.
+        f's results. Backward keeps the 16-bit tensors, not their float32 copies; in compiled code
+        what the compiler chooses.
     """
     if torch.compiler.is_compiling():
-        # Inductor carries 16-bit tensors in FP32, unrounded: the product has to be run as it stands
-        torch._dynamo.graph_break(msg="products of 16 bits are emulated here")
+        args, kwargs = mapped((args, kwargs), widen, NARROW)
+        return mapped(f(*args, **kwargs), lambda x: narrow(x, dtype), (torch.float32,))
     kept = _Originals(surrounding_hooks())
     args, kwargs = mapped((args, kwargs), kept.widen, NARROW)
     with kept.hooks():

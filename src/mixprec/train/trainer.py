@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from mixprec import nn as layers
 from mixprec.amp.inputs import cast_inputs
 from mixprec.amp.setup import cast_parameters, region, scaler_for, with_update
-from mixprec.recipes import DYNAMIC, NARROW
+from mixprec.recipes import DYNAMIC
 from mixprec.train import checkpoint, optimizers
 from mixprec.train.config import Config, to_dict
 from mixprec.train.faults import NonFiniteError, first_fault
@@ -171,11 +171,6 @@ class Trainer:
     def _compiled(self, mode: bool | str) -> Callable[[Tensor], Tensor]:
         if mode is False:
             return self.model
-        if self.recipe.base in NARROW and self.device.type == "cpu":
-            raise ValueError(
-                f"train.compile: got {mode!r} on base {self.recipe.base} on a CPU; products of 16 "
-                "bits are emulated there, each outside of the graph; use false, or base fp32"
-            )
         return torch.compile(self.model, mode=None if mode is True else str(mode))
 
     @property
