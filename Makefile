@@ -37,6 +37,7 @@ check: lint
 
 gpu: $(STAMP)
 	$(PYTEST) -m gpu
+	$(BIN)/python benchmarks/gpu.py
 
 tables: $(STAMP)
 	$(BIN)/python docs/generate.py
