@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpu_report import markdown
+from gpu_report import markdown, with_speedups
 
 # section -> the share of the time left that it may take
 SHARES = {"correctness": 0.4, "products": 0.3, "steps": 0.4, "fp64": 0.25, "compiled steps": 1.0}
@@ -156,17 +156,20 @@ def environment(device: Any) -> dict[str, Any]:
 
 def run_section(section: str, seconds: float, lines: Path, is_dry: bool) -> None:
     """In the section's own process: a line of JSON for each thing there is to say."""
-    # native FP64 is native, whatever the environment says
-    os.environ["CUBLAS_EMULATE_DOUBLE_PRECISION"] = "0"
     import torch
 
+    from mixprec.cublas import DOUBLE
+    from mixprec.train.log import finite
+
+    # native FP64 is native, whatever the environment says
+    os.environ[DOUBLE] = "0"
     device = torch.device("cpu") if is_dry else torch.device("cuda", 0)
     if is_dry:
         torch.set_num_threads(1)
     with lines.open("a") as file:
 
         def write(entry: dict[str, Any]) -> None:
-            file.write(json.dumps(entry) + "\n")
+            file.write(json.dumps(finite(entry), allow_nan=False) + "\n")
             file.flush()
 
         write({"environment": environment(device)})
@@ -222,14 +225,19 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         found = collect(section, max(left * SHARES[section], 1.0), out, options)
         result["environment"] = found.pop("environment") or result["environment"]
         if section.endswith("steps"):
-            from gpu_report import with_speedups
-
             known = [row for done in result["sections"].values() for row in done["rows"]]
             found["rows"] = with_speedups(found["rows"], known)
         result["sections"][section] = found
         (out / f"{options.name}.json").write_text(json.dumps(result, indent=1) + "\n")
         (out / f"{options.name}.md").write_text(markdown(result))
     return result
+
+
+def has_gpu() -> bool:
+    """Whether torch finds a CUDA device; AMD's are none."""
+    import torch
+
+    return torch.version.hip is None and torch.cuda.is_available()
 
 
 def main() -> int:
@@ -248,6 +256,8 @@ def main() -> int:
     unknown = [name for name in options.only if name not in SHARES]
     if unknown:
         parser.error(f"only: got {', '.join(unknown)}; must be of {', '.join(SHARES)}")
+    if not (options.dry_run or has_gpu()):
+        parser.error("device: got no CUDA device; this measures one; use --dry-run on a CPU")
     options.name = "gpu_dry_run" if options.dry_run else "gpu"
     result = measure(options)
     print(markdown(result))

@@ -19,9 +19,8 @@ import torch
 from torch import Tensor, nn
 
 import mixprec
-from mixprec.gemm import GemmSpec, resolve_spec
+from mixprec.gemm import GemmSpec, native, resolve_spec
 from mixprec.gemm.api import EMULATED, multiply, resolve
-from mixprec.gemm.native import device_facts
 from mixprec.hardware import generation
 from mixprec.measure import interleaved
 from mixprec.nn import QuantizedLinear
@@ -72,7 +71,7 @@ def why_not(recipe: Recipe, impl: str, device: torch.device) -> dict[str, str | 
 
 def cut_of(impl: str, device: torch.device) -> float:
     """What an implementation's units may drop, as a share of scale * sum|a||b|."""
-    _, capability = device_facts(torch.empty(0, device=device))
+    _, capability = native.device_facts(torch.empty(0, device=device))
     if capability is None or not generation(capability).fp8_sums:
         return 0.0
     return CUTS.get(impl, 0.0)

@@ -161,7 +161,8 @@ def measure(
     except torch.OutOfMemoryError:
         return row | {"why": OUT_OF_MEMORY}
     finally:
-        torch.compiler.reset()
+        if backend is not None:
+            torch.compiler.reset()
 
 
 def _free(device: torch.device) -> None:

@@ -1,6 +1,6 @@
 """Scaled dot-product attention, its two products by a recipe.
 
-scores = q k^T * scale;   p = softmax(scores + mask);   output = dropout(p) v
+scores = (q scale) k^T;   p = softmax(scores + mask);   output = dropout(p) v
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def attention(
         attn_mask: Broadcasting to [..., H, L, S]: True takes part, or added to the scores.
         dropout_p: Share of p that is dropped.
         is_causal: Query i sees keys 0 to i; not beside attn_mask.
-        scale: 1 / sqrt(E) by default; multiplies the scores.
+        scale: 1 / sqrt(E) by default; multiplies q before the product, whose results then fit
+            into 16 bits where torch's do.
         enable_gqa: Heads of key and value serve several of query's.
         recipe, noise, impl: As in ``mixprec.linear``; no delayed scaling.
         state: Of the first entry's first product, whose backward counts the noise step.
@@ -67,18 +68,21 @@ def attention(
         key, value = (x.repeat_interleave(groups, -3) for x in (key, value))
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     scores = einsum(
-        "...le,...se->...ls", query, key, recipe=recipe, noise=noise, impl=impl, state=state
+        "...le,...se->...ls", query * scale, key, recipe=recipe, noise=noise, impl=impl, state=state
     )
-    wide = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
+    wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if is_causal:
         attn_mask = torch.ones(wide.shape[-2:], dtype=torch.bool, device=wide.device).tril()
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         wide = wide.masked_fill(~attn_mask, -math.inf)
     elif attn_mask is not None:
         wide = wide + attn_mask
-    p = wide.softmax(-1)
-    if attn_mask is not None:
-        p = p.masked_fill((wide == -math.inf).all(-1, keepdim=True), 0.0)
+    if attn_mask is None:
+        p = wide.softmax(-1)
+    else:
+        # filled before too: the gradient of a softmax of nothing is NaN, whatever covers it
+        sees_nothing = (wide == -math.inf).all(-1, keepdim=True)
+        p = wide.masked_fill(sees_nothing, 0.0).softmax(-1).masked_fill(sees_nothing, 0.0)
     p = torch.nn.functional.dropout(p, dropout_p).to(scores.dtype)
     second = None if noise is None else replace(noise, stream=noise.stream + _SECOND_PRODUCT)
     return einsum("...ls,...sv->...lv", p, value, recipe=recipe, noise=second, impl=impl)

@@ -183,6 +183,11 @@ def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
         if tensor is not None:
             check_floating(name, tensor)
+            if tensor.layout != torch.strided or tensor.is_nested:
+                raise TypeError(
+                    f"{name}: got a nested tensor or layout {tensor.layout}; must be an ordinary "
+                    "tensor; pad it, or make it dense"
+                )
     if weight.ndim != 2 or x.ndim < 1 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"x: got shape {tuple(x.shape)} with weight {tuple(weight.shape)}; x is [..., K] and "

@@ -214,6 +214,9 @@ class Region(TorchFunctionMode):
             with self._again():
                 return body(*args, **kwargs)
         name = getattr(func, "__name__", "")
+        if name == "unflatten":
+            # the method calls super(), which Dynamo cannot trace from here
+            func = torch.unflatten
         is_plain = name not in self._rules and (self.dtype is None or name not in _PRODUCTS)
         is_bare = (is_plain and self._record is None) or kwargs.get("out") is not None
         if is_bare and not torch.is_grad_enabled():
@@ -391,9 +394,7 @@ def _bodies(module: ModuleType) -> Iterator[tuple[FunctionType, FunctionType]]:
             yield func, body
 
 
-BODIES: dict[Callable[..., Any], Callable[..., Any]] = {
-    **dict([*_bodies(torch.functional), *_bodies(torch.nn.functional)]),
-    # the method calls super(), which Dynamo cannot trace from here
-    Tensor.unflatten: torch.unflatten,
-}
+BODIES: dict[Callable[..., Any], Callable[..., Any]] = dict(
+    [*_bodies(torch.functional), *_bodies(torch.nn.functional)]
+)
 """Operations that torch writes in Python, without their question who overrides them."""

@@ -249,8 +249,9 @@ def test_products_of_attention_written_out() -> None:
     found = attention(q, k, v, recipe="mxfp8")
     spec = RECIPES["mxfp8"].output.a
     for i in range(2):
-        a, b = (mixprec.quantize(x[i], spec).dequantize() for x in (q, k))
-        p = (a @ b.t() / math.sqrt(32)).softmax(-1)
+        scaled = q[i] / math.sqrt(32)
+        a, b = (mixprec.quantize(x, spec).dequantize() for x in (scaled, k[i]))
+        p = (a @ b.t()).softmax(-1)
         a, b = (mixprec.quantize(x, spec).dequantize() for x in (p, v[i].t()))
         torch.testing.assert_close(found[i], a @ b.t(), rtol=1e-4, atol=1e-5)
 
@@ -305,3 +306,39 @@ def test_attention_called_elsewhere_is_included_by_name() -> None:
     assert [row.name for row in again.converted] == ["0", "0.qkv"]
     mixprec.revert(model)
     assert type(model[0]) is Indirect
+
+
+def test_a_query_that_sees_nothing_has_no_gradient_of_nan() -> None:
+    layer = nn.MultiheadAttention(8, 2, batch_first=True)
+    mixprec.convert(layer, replace(RECIPES["fp8_tensorwise"], attention=True))
+    x = torch.randn(2, 3, 8, requires_grad=True)
+    hidden = torch.tensor([[False, False, True], [True, True, True]])
+    layer(x, x, x, key_padding_mask=hidden, need_weights=False)[0].square().sum().backward()
+    assert x.grad.isfinite().all()
+    assert layer.in_proj_weight.grad.isfinite().all()
+
+
+def test_large_scores_of_16_bits_stay_finite() -> None:
+    q = torch.full((1, 1, 2, 64), 40.0, dtype=torch.float16)
+    assert torch.equal(attention(q, q, q, recipe="fp16"), F.scaled_dot_product_attention(q, q, q))
+
+
+class OwnEncoderLayer(nn.TransformerEncoderLayer):
+    """A user's subclass, which torch's fast path takes too."""
+
+
+class OwnEncoder(nn.TransformerEncoder):
+    """Another."""
+
+
+def test_subclasses_of_encoders_call_their_layers_too() -> None:
+    torch.manual_seed(0)
+    model = OwnEncoder(OwnEncoderLayer(**ENCODER), 2).eval()
+    mixprec.convert(model, "mxfp4")
+    x, mask = torch.randn(2, 5, 32), torch.arange(5).expand(2, 5) > 3
+    with torch.no_grad():
+        quiet = model(x, src_key_padding_mask=mask)
+    assert torch.equal(quiet, model(x, src_key_padding_mask=mask))
+    assert torch.equal(copy.deepcopy(model)(x), pickle.loads(pickle.dumps(model))(x))
+    mixprec.revert(model)
+    assert [type(model), type(model.layers[0])] == [OwnEncoder, OwnEncoderLayer]

@@ -25,8 +25,8 @@ VIT = (
     "model=vit",
     'model_options={preset="tiny", size=28, patch=7, channels=1, classes=10}',
     "data.name=mnist",
-    "data.batch_size=8",
-    "optimizer.lr=3e-4",
+    "data.batch_size=16",
+    "optimizer.lr=1e-4",
 )
 GPT = (
     "model=gpt",

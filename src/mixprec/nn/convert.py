@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from mixprec.formats import FloatFormat
 from mixprec.gemm.api import EMULATED, check_impl, resolve_spec
-from mixprec.nn.kinds import CALLING, converted_class, is_converted_class, plain_class
+from mixprec.nn.kinds import calling_of, converted_class, is_converted_class, plain_class
 from mixprec.nn.layer import QuantizedLayer, device_of
 from mixprec.nn.report import Report, ReportRow, Status
 from mixprec.nn.selection import (
@@ -95,7 +95,8 @@ def convert(
         seed: Of the noise of stochastic rounding.
         cache_weights: Keep each quantised weight until the parameter's version changes, so that
             micro-batches of one optimizer step quantise it once; costs its codes' memory. Changes
-            through ``.data`` are not seen. Compiled code does without.
+            through ``.data`` and by fused optimizers raise no version: ``sync_scales`` after the
+            step, which ``mixprec.attach`` calls, tells of them. Compiled code does without.
 
     Returns:
         A report: every module, what became of it, and why.
@@ -182,9 +183,8 @@ def _convert(
 def _call_layers(named: list[tuple[str, nn.Module]], is_converted: bool) -> None:
     """Let modules that would pass converted layers by call them, or be what they were."""
     for _, module in named:
-        original = plain_class(module)
-        if original in CALLING:
-            module.__class__ = CALLING[original] if is_converted else original
+        if calling_of(module) is not None:
+            module.__class__ = converted_class(module) if is_converted else plain_class(module)
 
 
 def _row(

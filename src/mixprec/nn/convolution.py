@@ -109,7 +109,9 @@ class QuantizedConv(QuantizedLayer, _ConvNd):
             )
         ]
         out = parts[0] if groups == 1 else torch.cat(parts, 1)
-        return out.reshape(x.shape[0], *positions, weight.shape[0]).movedim(-1, 1)
+        out = out.reshape(x.shape[0], *positions, weight.shape[0]).movedim(-1, 1)
+        # in x's memory format, as torch's: views of it are common behind a convolution
+        return out.contiguous() if x.is_contiguous() else out
 
 
 class QuantizedConvTranspose(QuantizedConv, _ConvTransposeNd):

@@ -60,6 +60,11 @@ def kind_of(module: nn.Module) -> type[nn.Module] | None:
     return next((kind for kind in plain_class(module).__mro__ if kind in KINDS), None)
 
 
+def calling_of(module: nn.Module) -> type[nn.Module] | None:
+    """The entry of ``CALLING`` that a module is, or a subclass of; None for all others."""
+    return next((kind for kind in plain_class(module).__mro__ if kind in CALLING), None)
+
+
 def is_kind_itself(module: nn.Module) -> bool:
     """Whether a module is a layer of torch's, parametrised or not, and no subclass of a user's."""
     own = plain_class(module)
@@ -88,8 +93,11 @@ def converted_class(module: nn.Module) -> type[nn.Module]:
     """
     original = plain_class(module)
     if original not in _CONVERTED:
-        kind = kind_of(module)
-        bases = (QuantizedCalls, original) if kind is None else (original, KINDS[kind])
+        kind, calling = kind_of(module), calling_of(module)
+        if calling is not None:
+            bases: tuple[type, ...] = (CALLING[calling], original)
+        else:
+            bases = (QuantizedCalls, original) if kind is None else (original, KINDS[kind])
         converted = type(f"Quantized{original.__name__}", bases, {"__reduce_ex__": _reduce})
         _CONVERTED[original], _ORIGINAL[converted] = converted, original
     return _CONVERTED[original]
