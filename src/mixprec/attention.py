@@ -57,12 +57,17 @@ def attention(
         [..., H, L, V] in query's type. Scores are rounded to that type; softmax runs in float32.
 
     Raises:
-        ValueError: attn_mask with is_causal; what ``einsum`` refuses.
+        ValueError: attn_mask with is_causal; shapes that do not match; what ``einsum`` refuses.
 
     Edge cases: a query that sees no key gives zeros. Scores of all keys are held at once.
     """
     if attn_mask is not None and is_causal:
         raise ValueError("attn_mask: got one with is_causal=True; only one of them; leave one out")
+    if query.shape[-1] != key.shape[-1] or key.shape[-2] != value.shape[-2]:
+        raise ValueError(
+            f"key: got shapes {tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}; "
+            "query and key have as many features, key and value as many rows; reshape them"
+        )
     if enable_gqa:
         groups = query.shape[-3] // key.shape[-3]
         key, value = (x.repeat_interleave(groups, -3) for x in (key, value))

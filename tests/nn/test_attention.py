@@ -122,6 +122,7 @@ def test_histories_are_one_a_projection_and_roll() -> None:
     layer(x, 2 * x, 4 * x)[0].sum().backward()
     mixprec.sync_scales(layer)
     state = mixprec.state_dict(layer)
+    assert len(state) == 3 * 4
     amaxes = [state[f"mixprec_{name}_amax_output_a"][0] for name in ("query", "key", "value")]
     assert amaxes == [x.abs().amax(), 2 * x.abs().amax(), 4 * x.abs().amax()]
 
@@ -261,6 +262,8 @@ def test_refusals_name_the_argument() -> None:
     mask = torch.ones(3, 3, dtype=torch.bool)
     with pytest.raises(ValueError, match=r"^attn_mask: got one with is_causal=True; "):
         attention(q, q, q, mask, is_causal=True, recipe="fp8_rowwise")
+    with pytest.raises(ValueError, match=r"^key: got shapes \(1, 3, 8\), \(1, 3, 1\) and"):
+        attention(q, q[..., :1], q, recipe="fp8_rowwise")
     with pytest.raises(ValueError, match=r"^attention: got True with delayed scaling; "):
         replace(RECIPES["fp8_delayed"], attention=True)
     with pytest.raises(ValueError, match=r"^attention: got 1; must be True or False"):

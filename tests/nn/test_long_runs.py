@@ -63,7 +63,8 @@ def test_nothing_grows_from_step_to_step(recipe: str, cached: bool) -> None:
         if step in (12, 29):
             gc.collect()
             counts.append(live_tensors())
-    assert counts[0] == counts[1]
+    # tensors of others may have gone meanwhile
+    assert counts[1] <= counts[0]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

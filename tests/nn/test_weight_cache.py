@@ -101,9 +101,10 @@ def test_a_changed_or_another_weight_is_never_served_stale() -> None:
 def test_conversion_turns_it_off_again() -> None:
     layer = nn.Linear(8, 8)
     mixprec.convert(layer, "fp8_rowwise", cache_weights=True)
-    assert layer.cache_weights
+    layer(torch.randn(2, 8))
+    assert (layer.cache_weights, len(layer._held)) == (True, 1)
     mixprec.convert(layer, "fp8_rowwise")
-    assert not layer.cache_weights
+    assert (layer.cache_weights, len(layer._held)) == (False, 0)
 
 
 def test_parts_of_one_parameter_are_kept_apart() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mixprec.nn.calls import QuantizedCalls, TakenOver
+from mixprec.nn.calls import ATTENTION, QuantizedCalls, TakenOver
 from mixprec.recipes import Recipe
 
 _INPUTS = ("query", "key", "value")
@@ -32,7 +32,7 @@ class QuantizedMultiheadAttention(QuantizedCalls, nn.MultiheadAttention):
         return None
 
     def product_names(self) -> tuple[str, ...]:
-        return (*_INPUTS, *super().product_names())
+        return (*_INPUTS, *([ATTENTION] if self.recipe.attention else []))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As ``nn.MultiheadAttention``, without its fast path for evaluation."""

@@ -295,6 +295,7 @@ def _swap(
 ) -> None:
     if isinstance(module, QuantizedLayer) and module.recipe == recipe:
         module.impl, module.noise_seed, module.cache_weights = impl, seed, cache_weights
+        module.forget_weight()
         return
     if not isinstance(module, QuantizedLayer):
         module.__class__ = converted_class(module)

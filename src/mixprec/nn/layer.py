@@ -222,6 +222,8 @@ class QuantizedLayer(nn.Module):
         self._seen[name] = (weakref.ref(owner), version)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # weak references would keep torch from swapping parameters
+        self.forget_weight()
         before = self.numerics_buffers()
         super()._apply(fn, recurse)
         for name, old in before.items():
