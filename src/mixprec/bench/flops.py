@@ -8,6 +8,7 @@ progress.
 """
 
 import torch
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from mixprec.bench.presets import Workload
@@ -16,6 +17,9 @@ from mixprec.gemm import GemmSpec
 from mixprec.gemm.accumulation import EXACT
 from mixprec.hardware import Accelerator, find_accelerator
 from mixprec.recipes import PRODUCTS, Recipe
+
+# up to it torchao's own measurements on H100 have FP8 layers slower than BF16 ones (docs/bench.md)
+SMALL = 1024
 
 
 def model_flops(workload: Workload, rows: int) -> int | None:
@@ -46,6 +50,18 @@ def parameter_count(workload: Workload) -> int | None:
             return sum(p.numel() for p in workload.build().parameters())
     except (RuntimeError, NotImplementedError):
         return None
+
+
+def small_layers(workload: Workload) -> tuple[int, int]:
+    """Linear layers with at most 1024 inputs or outputs, and all of them; (0, 0) if unknown."""
+    try:
+        with torch.device("meta"):
+            modules = list(workload.build().modules())
+    except (RuntimeError, NotImplementedError):
+        return 0, 0
+    linears = [module for module in modules if isinstance(module, nn.Linear)]
+    small = [m for m in linears if min(m.in_features, m.out_features) <= SMALL]
+    return len(small), len(linears)
 
 
 def device_row(device: torch.device) -> Accelerator | None:

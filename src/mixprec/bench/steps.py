@@ -31,6 +31,7 @@ from mixprec.train.log import ProgressLines, environment, finite
 IN_TURNS, ALONE = "in turns", "one at a time"
 _MOST_COMPILED = 256
 _FRESH_STEPS = 2
+_NARROW_BITS = 8
 _LONGEST_REASON = 200
 OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
 # what a library, a device or a compiler raises where it cannot run something
@@ -89,6 +90,8 @@ def run(
         - `param_bytes`, `grad_bytes`, `optimizer_bytes`, `saved_bytes` (activations kept for
           backward), `peak_bytes`: of the second step; the peak of a compiled model on a CPU is
           None. `process_peak_bytes`: with `process_peaks`.
+        - `seconds_to_loss`: steps until the loss was first at or below the baseline's last one, by
+          the median step; None where it never was.
         - `mfu`: see `mixprec.bench.flops`; None where the device is not in the hardware table.
         - `loss`: of the last step; `impl`: what multiplies.
 
@@ -291,10 +294,12 @@ def _row(plan: Plan, contender: Contender, memory: Mapping[str, Any]) -> dict[st
         "step_ms_mean": statistics.fmean(timed),
         "throughput": 1e3 * units / median,
         "speedup": None,
+        "seconds_to_loss": None,
         **memory,
         "flops": operations,
         "mfu": flops.utilisation(operations, median / 1e3, peak),
         "loss": contender.losses[-1].item(),
+        "losses": [loss.item() for loss in contender.losses],
         "times_ms": timed,
     }
 
@@ -309,6 +314,31 @@ def _add_speedups(plan: Plan, rows: Mapping[Case, dict[str, Any]], is_alone: boo
             row["speedup"] = statistics.median(theirs / mine for theirs, mine in pairs)
         elif bases:
             row["speedup"] = row["throughput"] / (same or bases)[0]["throughput"]
+        if same:
+            row["seconds_to_loss"] = _seconds_to(same[0]["loss"], row)
+
+
+def _seconds_to(loss: float, row: Mapping[str, Any]) -> float | None:
+    steps = (n for n, value in enumerate(row["losses"], start=1) if value <= loss)
+    first = next(steps, None)
+    return None if first is None else first * row["step_ms"] / 1e3
+
+
+def _notes(plan: Plan, rows: Mapping[Case, Mapping[str, Any]]) -> list[str]:
+    """What the figures do not say."""
+    notes = [EMULATED_NOTE] if any("emulated" in row["impl"] for row in rows.values()) else []
+    narrow = any(
+        spec is not None and spec.format.bits <= _NARROW_BITS
+        for case in rows
+        for spec in case.recipe.specs
+    )
+    small, total = flops.small_layers(plan.workload)
+    if narrow and small:
+        notes.append(
+            f"{small} of {total} linear layers: <= {flops.SMALL} inputs or outputs, too few for 8 "
+            "bits to pay"
+        )
+    return notes
 
 
 @contextmanager
@@ -332,7 +362,6 @@ def _result(
     is_alone: bool,
 ) -> dict[str, Any]:
     names = ("recipe", "mode", "batch")
-    emulated = any("emulated" in row["impl"] for row in rows.values())
     return {
         "model": plan.workload.name,
         "unit": plan.workload.unit,
@@ -345,7 +374,7 @@ def _result(
         "memory_limit_bytes": plan.settings.limit,
         "process_peak_bytes": process_peak(),
         "environment": environment(plan.settings.device),
-        "notes": [EMULATED_NOTE] if emulated else [],
+        "notes": _notes(plan, rows),
         "rows": list(rows.values()),
         "skipped": [
             dict(zip(names, (case.label, case.mode, case.batch), strict=True)) | {"reason": reason}

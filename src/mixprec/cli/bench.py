@@ -255,7 +255,16 @@ def _show_steps(result: Mapping[str, Any]) -> None:
     if not rows:
         console().print(title)
         return
-    columns = (CASE, "step ms", "mean ms", f"{result['unit']}/s", "speed-up", "MFU %", "loss")
+    columns = (
+        CASE,
+        "step ms",
+        "mean ms",
+        f"{result['unit']}/s",
+        "speed-up",
+        "MFU %",
+        "loss",
+        "s to loss",
+    )
     print_table(
         (*columns, "impl"),
         [
@@ -267,6 +276,7 @@ def _show_steps(result: Mapping[str, Any]) -> None:
                 _cell(row["speedup"], ".2f"),
                 _cell(row["mfu"], ".1f", 100),
                 _cell(row["loss"], ".4f"),
+                _cell(row["seconds_to_loss"], ".3g"),
                 row["impl"],
             )
             for row in rows
@@ -290,14 +300,13 @@ def _show_steps(result: Mapping[str, Any]) -> None:
 
 def _show_products(result: Mapping[str, Any]) -> None:
     base = f", base {result['base']}" if result["base"] else ""
-    columns = ("shape", "recipe", "ms", "TFLOP/s", "ratio", "SQNR dB y/dx/dw", "impl")
+    columns = ("shape recipe", "ms", "TFLOP/s", "ratio", "SQNR dB y/dx/dw", "impl")
     if result["rows"]:
         print_table(
             columns,
             [
                 (
-                    row["shape"],
-                    row["recipe"],
+                    f"{row['shape']} {row['recipe']}",
                     f"{row['ms']:.3f}",
                     f"{row['tflops']:.4g}",
                     _cell(row["ratio"], ".2f"),
@@ -307,7 +316,7 @@ def _show_products(result: Mapping[str, Any]) -> None:
                 for row in result["rows"]
             ],
             title=f"a linear layer, forward and backward{base}, {result['rounds']} rounds in turns",
-            numeric=columns[2:-1],
+            numeric=columns[1:-1],
         )
     for recipe, where in result["pays"].items():
         console().print(f"{recipe}: pays {where}")

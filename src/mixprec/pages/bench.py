@@ -8,7 +8,7 @@ from typing import Any
 
 from mixprec.pages.page import COLORS, INTERACTION, PAGE, graph_objects, table
 
-_LISTS = ("times_ms",)
+_LISTS = ("times_ms", "losses")
 _HEADINGS = {
     "step_ms": "step (ms), median",
     "step_ms_mean": "step (ms), mean",
@@ -23,6 +23,7 @@ _HEADINGS = {
     "mfu": "MFU",
     "flops": "operations a step",
     "tflops": "TFLOP/s",
+    "seconds_to_loss": "seconds to the baseline's loss",
 }
 
 
