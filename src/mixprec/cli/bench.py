@@ -284,6 +284,11 @@ def _show_steps(result: Mapping[str, Any]) -> None:
         title=title,
         numeric=columns[1:],
     )
+    _show_memory(result)
+
+
+def _show_memory(result: Mapping[str, Any]) -> None:
+    rows: Sequence[Mapping[str, Any]] = result["rows"]
     kinds = dict(MEMORY)
     if any(PROCESS_PEAK in row for row in rows):
         kinds[PROCESS_PEAK] = "process peak"
