@@ -258,9 +258,7 @@ def linear(
     sum|a||b| plus half an ulp of the output type.
     """
     check_linear(x, weight, bias)
-    x_MK = x.reshape(x.shape[:-1].numel(), x.shape[-1])
-    out = product(x_MK, weight, bias, recipe=recipe, noise=noise, impl=impl, state=state)
-    return out.reshape(*x.shape[:-1], weight.shape[0])
+    return product(x, weight, bias, recipe=recipe, noise=noise, impl=impl, state=state)
 
 
 def product(
@@ -274,8 +272,11 @@ def product(
     state: LinearState | None,
     windows: Windows | None = None,
 ) -> Tensor:
-    """``linear`` of a matrix [M, K], or of the matrix that windows make of x; [M, N]."""
+    """``linear`` without its checks; [M, N] of the matrix that windows, if given, make of x."""
     recipe = get_recipe(recipe)
+    leading = x.shape[:-1]
+    if windows is None:
+        x = x.reshape(leading.numel(), x.shape[-1])
     state = state or LinearState()
     region_dtype = active_dtype(x)
     if region_dtype is not None and x.dtype != torch.float64:
@@ -297,4 +298,5 @@ def product(
     )
     _check_state(recipe, plan)
     with recomputed_alike(), without_modes():
-        return _Linear.apply(x, weight, bias, plan)[0]
+        out = _Linear.apply(x, weight, bias, plan)[0]
+    return out if windows is not None else out.reshape(*leading, weight.shape[0])

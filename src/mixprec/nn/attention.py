@@ -68,12 +68,10 @@ class _Projections:
 
     def _project(self, name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         layer = self._layer
-        rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
         owner = layer.in_proj_weight
         if owner is None:
             owner = getattr(layer, f"{name[0]}_proj_weight")
-        out = layer.multiply(rows, weight, bias, name=name, owner=owner)
-        return out.reshape(*x.shape[:-1], weight.shape[0])
+        return layer.multiply(x, weight, bias, name=name, owner=owner)
 
 
 class CallingEncoderLayer(nn.TransformerEncoderLayer):

@@ -47,10 +47,6 @@ class QuantizedBilinear(QuantizedLayer, nn.Bilinear):
                     f"axes of input1 {tuple(input1.shape)}; reshape it"
                 )
         outer = input1.unsqueeze(-1) * input2.unsqueeze(-2)
-        out = self.multiply(
-            outer.reshape(input1.shape[:-1].numel(), self.weight[0].numel()),
-            self.weight.flatten(1),
-            self.bias,
-            owner=self.weight,
+        return self.multiply(
+            outer.flatten(-2), self.weight.flatten(1), self.bias, owner=self.weight
         )
-        return out.reshape(*input1.shape[:-1], self.out_features)

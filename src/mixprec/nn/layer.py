@@ -152,7 +152,7 @@ class QuantizedLayer(nn.Module):
         """A product of the layer by its recipe; records amaxes in training mode.
 
         Args:
-            x: [M, K], or what ``windows`` makes a matrix of.
+            x: [..., K], or what ``windows`` makes a matrix of.
             weight: [N, K]: a parameter, or part of it.
             bias: [N].
             name: Which of ``product_names``.

@@ -36,10 +36,10 @@ class QuantizedLinear(QuantizedLayer, nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """y = x @ weight.T + bias by the recipe; records amaxes in training mode."""
+        # read once: a parametrised weight is computed at each look
         weight, bias = self.weight, self.bias
         check_linear(x, weight, bias)
-        out = self.multiply(x.reshape(x.shape[:-1].numel(), x.shape[-1]), weight, bias)
-        return out.reshape(*x.shape[:-1], out.shape[-1])
+        return self.multiply(x, weight, bias)
 
     def quantized_operands(
         self, x: Tensor, grad_output: Tensor
