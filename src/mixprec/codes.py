@@ -19,11 +19,14 @@ from mixprec.rounding import (
     LAYOUTS,
     SOURCE_FORMATS,
     Rounding,
+    bits_of_exponents,
     check_source,
     half_dtype,
     holds,
+    in_negative_units,
     round_float,
     same_exponent_range,
+    steps_without_digits,
 )
 
 _FLOAT8_DTYPES = {
@@ -127,20 +130,16 @@ def round_to_codes(x: Tensor, fmt: FloatFormat, draws: Tensor | None) -> Tensor:
     layout = LAYOUTS[torch.float32]
     dropped = layout.mantissa - fmt.mantissa
     magnitude = x.abs().clamp_(max=fmt.max)
-    exponent_mask = layout.magnitude_mask ^ ((1 << layout.mantissa) - 1)
-    power = magnitude.view(layout.integer) & exponent_mask
-    power.clamp_(min=layout.bits_of_power(fmt.min_exponent))
     if draws is None:
-        # beside 1.5 * 2^23 steps a float32 has no digits below a step: whole is in the last ones
-        large = power.view(torch.float32).mul_(math.ldexp(1.5, dropped)).view(layout.integer)
+        # whole is in the last digits of the sum
+        large = steps_without_digits(magnitude, fmt).view(layout.integer)
         total = magnitude.add_(large.view(torch.float32)).view(layout.integer)
         codes = total.sub_(large).add_(large.bitwise_right_shift_(dropped))
         first = (2 * (layout.bias + dropped + fmt.min_exponent) + 1) << (fmt.mantissa - 1)
     else:
-        # -|x| in units of 2^-24 steps, whole ones: draws compare alike with all in a unit
-        per_unit = (2 * layout.bias + fmt.mantissa + 24 << layout.mantissa) - (1 << 31) - power
-        t = magnitude.mul_(per_unit.view(torch.float32)).floor_()
-        whole = t.to(layout.integer).add_(draws).bitwise_right_shift_(24)
+        power = bits_of_exponents(magnitude, fmt)
+        units = in_negative_units(magnitude, power, fmt).to(layout.integer)
+        whole = units.add_(draws).bitwise_right_shift_(24)
         codes = power.bitwise_right_shift_(dropped).sub_(whole)
         first = (layout.bias + fmt.min_exponent) << fmt.mantissa
     # x != x rather than isnan, which Inductor does not vectorise

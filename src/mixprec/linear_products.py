@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from mixprec.gemm.api import GemmSpec, Operand, multiply
+from mixprec.gemm.api import GemmSpec, Operand, decodes_at_once, multiply
 from mixprec.hadamard import padded_length
 from mixprec.noise import Noise
 from mixprec.quantization import QuantizedTensor, QuantSpec, quantize, requantize
@@ -103,13 +103,16 @@ def quantize_operand(
     position: int,
     noise: Noise | None,
     delayed: DelayedState | None,
+    *,
+    decoded: bool = False,
 ) -> Operand:
     """One of the six operands, drawing from its own stream of noise; x itself in high precision."""
     if spec is None:
         return x
     if noise is not None:
         noise = replace(noise, stream=noise.stream + position)
-    return quantize(x, spec, noise=noise, state=delayed if spec.is_delayed else None, packed=False)
+    state = delayed if spec.is_delayed else None
+    return quantize(x, spec, noise=noise, state=state, packed=False, decoded=decoded)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,12 +154,19 @@ class Plan:
         """x as [M, K]."""
         return x if self.windows is None else self.windows.matrix(x)
 
-    def quantize(self, x: Tensor, position: int, records: bool) -> Operand:
-        """The operand at a position, its amax recorded."""
+    def quantize(
+        self, x: Tensor, position: int, records: bool, *, is_kept: bool = False
+    ) -> Operand:
+        """The operand at a position, its amax recorded; in codes where it outlives its product."""
         delayed = self.state.delayed[position]
         spec = self.specs[position]
         operand = quantize_operand(
-            x.to(self.dtype) if spec is None else x, spec, position, self.noise, delayed
+            x.to(self.dtype) if spec is None else x,
+            spec,
+            position,
+            self.noise,
+            delayed,
+            decoded=not is_kept and decodes_at_once(x, self.impl),
         )
         if records and delayed is not None and isinstance(operand, QuantizedTensor):
             assert operand.amax is not None
@@ -168,14 +178,19 @@ class Plan:
     def weight(self, w_NK: Tensor) -> Operand:
         """The weight of output."""
         return self._held(
-            W_OUTPUT, lambda: self.quantize(w_NK, W_OUTPUT, self.state.records_forward)
+            W_OUTPUT,
+            lambda is_kept: self.quantize(
+                w_NK, W_OUTPUT, self.state.records_forward, is_kept=is_kept
+            ),
         )
 
     def weight_again(self, w_NK: Tensor, made: Tensors) -> Operand:
         """w.T for grad_input: the parameter is kept anyway, so codes are made anew."""
-        return self._held(W_GRAD_INPUT, lambda: self._weight_again(w_NK, made))
+        return self._held(
+            W_GRAD_INPUT, lambda is_kept: self._weight_again(w_NK, made, is_kept=is_kept)
+        )
 
-    def _weight_again(self, w_NK: Tensor, made: Tensors) -> Operand:
+    def _weight_again(self, w_NK: Tensor, made: Tensors, *, is_kept: bool) -> Operand:
         scale, encode, amax, tensor_amax = made
         spec = self.specs[W_GRAD_INPUT]
         if self.quantises_weight_again and spec is not None and encode is not None:
@@ -188,14 +203,17 @@ class Plan:
                 encode=encode.t(),
                 amax=amax,
                 tensor_amax=tensor_amax,
+                decoded=not is_kept and decodes_at_once(w_NK, self.impl),
             )
-        return self.quantize(w_NK.t(), W_GRAD_INPUT, self.state.records_backward)
+        return self.quantize(
+            w_NK.t(), W_GRAD_INPUT, self.state.records_backward, is_kept=is_kept
+        )
 
-    def _held(self, position: int, make: Callable[[], Operand]) -> Operand:
+    def _held(self, position: int, make: Callable[[bool], Operand]) -> Operand:
         held, spec = self.state.held, self.specs[position]
         if held is None or spec is None or spec.is_stochastic:
-            return make()
-        return held.get(position, make)
+            return make(False)
+        return held.get(position, lambda: make(True))
 
     def x_again(self, x: Tensor, records: bool) -> Operand:
         """x.T for grad_weight, of x kept itself: with the values that forward gave it."""
@@ -205,11 +223,19 @@ class Plan:
         assert isinstance(first, QuantizedTensor)
         return first.t()
 
-    def transposed(self, x: Tensor, first: Operand | None, position: int, records: bool) -> Operand:
+    def transposed(
+        self,
+        x: Tensor,
+        first: Operand | None,
+        position: int,
+        records: bool,
+        *,
+        is_kept: bool = False,
+    ) -> Operand:
         """The operand of a later product: the first one's values, or x.T quantised anew."""
         if position in self.shared and isinstance(first, QuantizedTensor):
             return first.t()
-        return self.quantize(x.t(), position, records)
+        return self.quantize(x.t(), position, records, is_kept=is_kept)
 
     def multiply(
         self, product: int, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype

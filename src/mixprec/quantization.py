@@ -19,7 +19,14 @@ from mixprec.hadamard import hadamard
 from mixprec.noise import Noise
 from mixprec.quant_spec import UNSCALED, QuantSpec, as_spec
 from mixprec.quantized_tensor import QuantizedTensor, matrix_shape
-from mixprec.rounding import SOURCE_FORMATS, can_look_at, check_floating, half_dtype, round_float
+from mixprec.rounding import (
+    SOURCE_FORMATS,
+    can_look_at,
+    check_floating,
+    half_dtype,
+    round_float,
+    round_in_range,
+)
 from mixprec.scale_rules import SCALE_RULES, make_scales
 from mixprec.scaling import (
     DelayedState,
@@ -41,6 +48,7 @@ def quantize(
     noise: Noise | None = None,
     state: DelayedState | None = None,
     packed: bool = True,
+    decoded: bool = False,
 ) -> QuantizedTensor:
     """x in codes and scales.
 
@@ -55,6 +63,8 @@ def quantize(
         state: For delayed scaling: the scale comes from its history (from x while that is empty).
             It is not changed: pass the result's amax to ``scaling.record_amax``.
         packed: 4-bit codes two a byte; False spares packing on the way to one product.
+        decoded: Values in place of codes where ``can_be_decoded``, for one product that would
+            decode them at once, and may overwrite them.
 
     Returns:
         Codes, scale, amax.
@@ -95,7 +105,8 @@ def quantize(
         used = amax if state is None else delayed_amax(state, spec.amax_compute_algo, amax)
         encode, scale, tensor_amax = make_scales(used, spec.scale_rule, spec.format, spec.min_amax)
         amax = amax.to(torch.float32)
-        codes = _scaled_codes(matrix, spec, encode, amax, noise)
+        decoded = decoded and can_be_decoded(spec)
+        codes = _scaled_codes(matrix, spec, encode, amax, noise, decoded=decoded)
     if x.ndim != 2:
         codes = codes.reshape(shape)
     result = QuantizedTensor(
@@ -107,7 +118,7 @@ def quantize(
         spec=spec,
         shape=shape,
     )
-    return result.packed() if packed else result
+    return result.packed() if packed and not decoded else result
 
 
 def requantize(
@@ -118,13 +129,15 @@ def requantize(
     encode: Tensor,
     amax: Tensor | None,
     tensor_amax: Tensor | None,
+    decoded: bool = False,
 ) -> QuantizedTensor:
     """``quantize(x, spec)`` again by what it gave, for a matrix that has not changed since.
 
     Spares the pass for amax, and is right under a history that has rolled meanwhile. Only delayed
     scaling needs amax.
     """
-    codes = _scaled_codes(_source(x, spec), spec, encode, amax, None)
+    decoded = decoded and can_be_decoded(spec)
+    codes = _scaled_codes(_source(x, spec), spec, encode, amax, None, decoded=decoded)
     return QuantizedTensor(
         codes=codes,
         scale=scale,
@@ -134,6 +147,12 @@ def requantize(
         spec=spec,
         shape=x.shape,
     )
+
+
+def can_be_decoded(spec: QuantSpec) -> bool:
+    """Whether values can be had without codes: scaled by the data at hand, on an ordinary grid."""
+    is_narrow = _is_narrow(spec) and spec.scale_rule != UNSCALED and not spec.is_delayed
+    return is_narrow or (_is_in_range(spec) and spec.format.mantissa > 0)
 
 
 def as_matrix(x: Tensor, spec: QuantSpec) -> Tensor:
@@ -165,27 +184,50 @@ def _source(x: Tensor, spec: QuantSpec) -> Tensor:
 
 
 def _scaled_codes(
-    x: Tensor, spec: QuantSpec, encode: Tensor, amax: Tensor | None, noise: Noise | None
+    x: Tensor,
+    spec: QuantSpec,
+    encode: Tensor,
+    amax: Tensor | None,
+    noise: Noise | None,
+    *,
+    decoded: bool,
 ) -> Tensor:
-    """Codes of x * encode, in the memory layout of x; piece by piece, each while it is cached."""
+    """Codes of x * encode, in the memory layout of x; piece by piece, each while it is cached.
+
+    With ``decoded`` their values.
+    """
     is_narrow = _is_narrow(spec)
     # such a format has no code for NaN; the block's scale is NaN
     is_compiled = torch.compiler.is_compiling()
-    is_clean = not is_narrow or is_compiled or _is_known_finite(encode)
+    is_clean = decoded or not is_narrow or is_compiled or _is_known_finite(encode)
     axis = 0 if is_compiled else int(is_column_major(x))
     size = spec.block[axis]
     step = pieces(x.t() if axis else x, max(size, 1))
     if step is None:
+        if decoded:
+            return _values_of_piece(x, spec, encode, noise, None)
         return _codes_of_piece(x, spec, encode, amax, noise, is_clean=is_clean)
-    codes = torch.empty_like(x, dtype=code_dtype(spec.format))
+    codes = torch.empty_like(x, dtype=torch.float32 if decoded else code_dtype(spec.format))
     for start in range(0, x.shape[axis], step):
         length = min(step, x.shape[axis] - start)
         factors = encode if size == -1 else encode.narrow(axis, start // size, -(-length // size))
         own = noise and noise.at(start, axis, x.shape[1])
-        part = x.narrow(axis, start, length)
-        part = _codes_of_piece(part, spec, factors, amax, own, is_clean=is_clean)
-        codes.narrow(axis, start, length).copy_(part)
+        part, place = x.narrow(axis, start, length), codes.narrow(axis, start, length)
+        if decoded:
+            _values_of_piece(part, spec, factors, own, place)
+        else:
+            place.copy_(_codes_of_piece(part, spec, factors, amax, own, is_clean=is_clean))
     return codes
+
+
+def _values_of_piece(
+    x: Tensor, spec: QuantSpec, encode: Tensor, noise: Noise | None, out: Tensor | None
+) -> Tensor:
+    """round(x * encode) in float32; where the block's scale is NaN, anything."""
+    scaled = times_blocks(x, encode, spec.block)
+    if spec.is_stochastic or SCALE_RULES[spec.scale_rule].exceeds:
+        scaled = scaled.clamp_(-spec.format.max, spec.format.max)
+    return round_in_range(scaled, spec.format, _draws(scaled, spec, noise), out)
 
 
 def _codes_of_piece(
@@ -248,18 +290,18 @@ def _codes(scaled: Tensor, spec: QuantSpec, noise: Noise | None) -> Tensor:
     """
     fmt = spec.format
     if _is_narrow(spec) or (torch.compiler.is_compiling() and _is_in_range(spec)):
-        draws = None
-        if noise is not None and spec.is_stochastic:
-            draws = noise.draws(
-                (scaled.shape[0], scaled.shape[1]),
-                scaled.device,
-                column_major=is_column_major(scaled),
-            )
-        return round_to_codes(scaled, fmt, draws)
+        return round_to_codes(scaled, fmt, _draws(scaled, spec, noise))
     native = _cast_dtype(spec) if scaled.dtype != torch.float64 else None
     if native is not None and not torch.compiler.is_compiling():
         return scaled.to(native).view(code_dtype(fmt))
     return codes_of(round_float(scaled, fmt, spec.rounding, noise, spec.saturate), fmt)
+
+
+def _draws(scaled: Tensor, spec: QuantSpec, noise: Noise | None) -> Tensor | None:
+    if noise is None or not spec.is_stochastic:
+        return None
+    shape = (scaled.shape[0], scaled.shape[1])
+    return noise.draws(shape, scaled.device, column_major=is_column_major(scaled))
 
 
 def _cast_dtype(spec: QuantSpec) -> torch.dtype | None:

@@ -35,7 +35,7 @@ class QuantizedTensor:
     Args:
         codes: Bit patterns of x's shape (4-bit formats: two a byte along the last axis, the even
             index in the low nibble, a last odd nibble padded with 0; or one a byte, on the way to
-            a product).
+            a product); or float32 values, on the way to a product that would decode them at once.
         scale: [free blocks, contraction blocks], as the rule keeps it: float32 factors, or codes
             (uint8) of e8m0 or, for nvfp4, of e4m3; None without a scale.
         tensor_amax: float32 [1, 1]: nvfp4's A, of which the factor of the whole tensor is made.
@@ -65,6 +65,8 @@ class QuantizedTensor:
     def values(self) -> Tensor:
         """The decoded values without their scales, float32 (float64 for wider formats)."""
         fmt = self.spec.format
+        if self.is_decoded:
+            return self.codes
         dtype = torch.float32 if holds(get_format("fp32"), fmt) else torch.float64
         return decode(self._unpacked_codes(), fmt, dtype)
 
@@ -80,6 +82,11 @@ class QuantizedTensor:
         return None if self.tensor_amax is None else tensor_scale(self.tensor_amax)
 
     @property
+    def is_decoded(self) -> bool:
+        """Whether it holds values in place of codes."""
+        return self.codes.is_floating_point()
+
+    @property
     def is_packed(self) -> bool:
         """Whether there are two codes a byte."""
         has_pairs = self.spec.format.bits == 4 and len(self.shape) > 0
@@ -89,6 +96,7 @@ class QuantizedTensor:
         """The same with 4-bit codes two a byte, as it is kept."""
         if self.is_packed or self.spec.format.bits != 4:
             return self
+        assert not self.is_decoded
         return replace(self, codes=_stored(self.codes, self.spec.format))
 
     def _unpacked_codes(self) -> Tensor:
@@ -137,7 +145,8 @@ class QuantizedTensor:
             shape=torch.Size(self.shape[::-1]),
         )
         # of one column or none both forms are the same
-        return result if self.codes.shape[1] == self.shape[1] > 1 else result.packed()
+        is_unpacked = self.is_decoded or self.codes.shape[1] == self.shape[1] > 1
+        return result if is_unpacked else result.packed()
 
     def __getitem__(self, rows: slice) -> QuantizedTensor:
         """Rows of the first axis, as views: the codes and scales that they have in the whole.

@@ -89,15 +89,76 @@ _ROUND_WHOLE: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def bits_of_exponents(x: Tensor, fmt: FloatFormat) -> Tensor:
+    """2^max(exponent(x), min_exponent) by its bits, whatever the sign of x."""
+    layout = LAYOUTS[x.dtype]
+    exponent_mask = layout.magnitude_mask ^ ((1 << layout.mantissa) - 1)
+    power = x.view(layout.integer) & exponent_mask
+    return power.clamp_(min=layout.bits_of_power(fmt.min_exponent))
+
+
+def steps_without_digits(x: Tensor, fmt: FloatFormat) -> Tensor:
+    """1.5 * 2^23 steps at each x: beside them a float32 has no digits below a step.
+
+    The sum with x is exact but for that rounding, ties to even, however a compiler contracts it:
+    the factor is a power of two.
+    """
+    layout = LAYOUTS[x.dtype]
+    large = bits_of_exponents(x, fmt).view(x.dtype)
+    return large.mul_(math.ldexp(1.5, layout.mantissa - fmt.mantissa))
+
+
+def in_negative_units(magnitude: Tensor, power: Tensor, fmt: FloatFormat) -> Tensor:
+    """-|x| in units of 2^-24 steps, whole ones, in its memory: draws compare alike within a unit.
+
+    Args:
+        magnitude: |x|, float32.
+        power: Its ``bits_of_exponents``.
+    """
+    layout = LAYOUTS[torch.float32]
+    per_unit = (2 * layout.bias + fmt.mantissa + 24 << layout.mantissa) - (1 << 31) - power
+    return magnitude.mul_(per_unit.view(torch.float32)).floor_()
+
+
+def round_in_range(
+    x: Tensor, fmt: FloatFormat, draws: Tensor | None, out: Tensor | None = None
+) -> Tensor:
+    """Values of float32 numbers that round to no more than a format's largest value, or are NaN.
+
+    Args:
+        x: float32, the caller's own, which is overwritten.
+        fmt: A signed format with mantissa bits and far fewer exponents than float32.
+        draws: Of the noise, for stochastic rounding; None rounds to nearest, ties to even.
+        out: Where the values go; by default they get memory of their own, or that of x.
+
+    Returns:
+        float32 on the format's grid; a zero may have either sign.
+
+    Exactness: equal to ``decode(round_to_codes(x))`` (tests/test_rounding.py).
+    """
+    if draws is None:
+        large = steps_without_digits(x, fmt)
+        return torch.sub(x.add_(large), large, out=x if out is None else out)
+    layout = LAYOUTS[torch.float32]
+    magnitude = x.abs()
+    power = bits_of_exponents(magnitude, fmt)
+    units = in_negative_units(magnitude, power, fmt).to(layout.integer).add_(draws)
+    # whole steps, of 2^24 units
+    whole = units.bitwise_and_(-1 << 24).to(torch.float32)
+    step = power.view(torch.float32).mul_(-math.ldexp(1.0, -24 - fmt.mantissa))
+    values = torch.mul(whole, step, out=out)
+    sign = x.view(layout.integer).bitwise_and_(-1 << 31)
+    values.view(layout.integer).bitwise_or_(sign)
+    return values
+
+
 def _round_by_scaling(
     x: Tensor, fmt: FloatFormat, rounding: Rounding, draws: Tensor | None
 ) -> Tensor:
     """|x| rounded as if the exponent had no end (above 2^(max_exponent + 1) all overflows)."""
     layout = LAYOUTS[x.dtype]
     magnitude = x.abs().clamp_(max=math.ldexp(1.0, fmt.max_exponent + 1))
-    exponent_mask = layout.magnitude_mask ^ ((1 << layout.mantissa) - 1)
-    power = magnitude.view(layout.integer) & exponent_mask
-    power.clamp_(min=layout.bits_of_power(fmt.min_exponent))
+    power = bits_of_exponents(magnitude, fmt)
     per_step = (2 * layout.bias + fmt.mantissa << layout.mantissa) - power
     step = power - (fmt.mantissa << layout.mantissa)
     t = magnitude * per_step.view(x.dtype)
@@ -113,17 +174,9 @@ def _round_by_scaling(
 
 
 def _round_by_adding(x: Tensor, fmt: FloatFormat) -> Tensor:
-    """|x| rounded to nearest even: beside 1.5 * 2^23 steps a float32 has no digits below a step.
-
-    The sum is exact but for that rounding, however a compiler contracts it: the factor is a power
-    of two. Twice as fast as ``_round_by_scaling``; formats with mantissa bits only.
-    """
-    layout = LAYOUTS[x.dtype]
+    """|x| rounded to nearest even, twice as fast as by scaling; mantissa bits only."""
     magnitude = x.abs().clamp_(max=math.ldexp(1.0, fmt.max_exponent + 1))
-    exponent_mask = layout.magnitude_mask ^ ((1 << layout.mantissa) - 1)
-    power = magnitude.view(layout.integer) & exponent_mask
-    power.clamp_(min=layout.bits_of_power(fmt.min_exponent))
-    large = power.view(x.dtype).mul_(math.ldexp(1.5, layout.mantissa - fmt.mantissa))
+    large = steps_without_digits(magnitude, fmt)
     return magnitude.add_(large).sub_(large)
 
 

@@ -20,7 +20,7 @@ from mixprec.gemm.native import first_reason
 from mixprec.noise import Noise
 from mixprec.quant_spec import UNSCALED
 from mixprec.quantization import Operand, QuantizedTensor, QuantSpec, quantize
-from mixprec.rounding import SOURCE_FORMATS, check_floating, round_float
+from mixprec.rounding import SOURCE_FORMATS, can_look_at, check_floating, round_float
 from mixprec.scaling import delayed_state
 
 
@@ -217,6 +217,11 @@ def resolve_spec(
         return quantize(sample, quant, noise=noise, state=state)
 
     return resolve(operand(spec.a), operand(spec.b), dtype, impl, spec.accumulate)
+
+
+def decodes_at_once(x: Tensor, impl: str) -> bool:
+    """Whether operands on x's device go to the emulation, which multiplies values, not codes."""
+    return impl in ("auto", EMULATED) and can_look_at(x)
 
 
 def prepare(

@@ -130,6 +130,8 @@ def _values_and_scale(x: Operand) -> tuple[Tensor, Tensor | None]:
 
 
 def _decoded(x: QuantizedTensor) -> tuple[Tensor, float]:
+    if x.is_decoded:
+        return x.codes, 1.0
     if x.is_packed:
         return decode_pairs(x.codes, x.spec.format)[..., : x.matrix_shape[1]], 1.0
     return decode_unscaled(x.codes, x.spec.format) if _has_no_nan_codes(x) else (x.values, 1.0)
