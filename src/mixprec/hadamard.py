@@ -52,8 +52,8 @@ def hadamard(x: Tensor) -> Tensor:
     for start in range(0, x.shape[axis], step):
         length = min(step, x.shape[axis] - start)
         own = signs.narrow(0, start, length) if axis else signs
-        part = _butterfly(x.narrow(axis, start, length).float() * own)
-        out.narrow(axis, start, length).copy_(part)
+        part = x.narrow(axis, start, length).float() * own
+        _butterfly(part, out.narrow(axis, start, length))
     return out
 
 
@@ -72,8 +72,8 @@ def _signs(device: torch.device) -> Tensor:
     return torch.tensor(SIGNS, dtype=torch.float32, device=device)
 
 
-def _butterfly(x: Tensor) -> Tensor:
-    """The sums and differences, in the memory of x, which is the caller's own."""
+def _butterfly(x: Tensor, result: Tensor | None = None) -> Tensor:
+    """The sums and differences; x is the caller's own, and holds them unless a place is given."""
     if torch.compiler.is_compiling():
         for stride in (1, 2, 4, 8):
             first, second = x.unflatten(-1, (-1, 2, stride)).unbind(-2)
@@ -85,4 +85,4 @@ def _butterfly(x: Tensor) -> Tensor:
         torch.add(pairs[..., 0, :], pairs[..., 1, :], out=out[..., 0, :])
         torch.sub(pairs[..., 0, :], pairs[..., 1, :], out=out[..., 1, :])
         x, spare = spare, x
-    return x.mul_(0.25)
+    return torch.mul(x, 0.25, out=x if result is None else result)

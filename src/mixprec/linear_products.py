@@ -205,9 +205,7 @@ class Plan:
                 tensor_amax=tensor_amax,
                 decoded=not is_kept and decodes_at_once(w_NK, self.impl),
             )
-        return self.quantize(
-            w_NK.t(), W_GRAD_INPUT, self.state.records_backward, is_kept=is_kept
-        )
+        return self.quantize(w_NK.t(), W_GRAD_INPUT, self.state.records_backward, is_kept=is_kept)
 
     def _held(self, position: int, make: Callable[[bool], Operand]) -> Operand:
         held, spec = self.state.held, self.specs[position]

@@ -25,7 +25,7 @@ def signed(value: int, bits: int) -> int:
 
 
 # draws that stay in a core's cache through the passes over them
-_STRETCH = 1 << 18
+_STRETCH = 1 << 17
 _ALL_64 = (1 << 64) - 1
 
 
@@ -38,14 +38,17 @@ def _splitmix(z: int | Tensor) -> Any:
     return z ^ z >> 31 & (1 << 33) - 1
 
 
-def _mix(x: Tensor, spare: Tensor) -> Tensor:
-    """In the memory of x, int32, with a buffer of its size."""
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):
+def _mix(x: Tensor, spare: Tensor, dropped: int = 0) -> Tensor:
+    """In the memory of x, int32, with a buffer of its size; the result shifted right."""
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         torch.bitwise_right_shift(x, shift, out=spare)
         x.bitwise_xor_(spare.bitwise_and_((1 << (32 - shift)) - 1))
-        if factor != 1:
-            x.mul_(signed(factor, 32))
-    return x
+        x.mul_(signed(factor, 32))
+    torch.bitwise_right_shift(x, 16 + dropped, out=spare)
+    spare.bitwise_and_((1 << (16 - dropped)) - 1)
+    if dropped:
+        x.bitwise_right_shift_(dropped).bitwise_and_((1 << (32 - dropped)) - 1)
+    return x.bitwise_xor_(spare)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,8 +118,7 @@ class Noise:
             if has_high:
                 high = ((first + inner) >> 32).to(torch.int32)
                 part.add_(high * signed(0x9E3779B9, 32))
-            _mix(part, spare[: len(part)])
-            part.bitwise_right_shift_(8).bitwise_and_((1 << 24) - 1)
+            _mix(part, spare[: len(part)], dropped=8)
         return draws.t() if column_major else draws
 
     def at(self, start: int, axis: int, width: int) -> Noise:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mixprec.codes import codes_of, decode
 from mixprec.formats import FloatFormat, get_format
-from mixprec.rounding import round_float
+from mixprec.rounding import can_look_at, round_float
 
 _FLT_MAX = torch.finfo(torch.float32).max
 _NAN_BITS = 0x7FC00000
@@ -41,14 +41,17 @@ class Scales(NamedTuple):
 
 
 def _real(amax: Tensor, fmt: FloatFormat) -> Scales:
+    return _with_reciprocal(amax, _real_encode(amax, fmt))
+
+
+def _real_encode(amax: Tensor, fmt: FloatFormat) -> Tensor:
     # amax - amax is 0, or NaN where amax is not finite
-    encode = ((amax - amax + fmt.max) / amax).clamp_(max=_FLT_MAX).to(torch.float32)
-    return _with_reciprocal(amax, encode)
+    return ((amax - amax + fmt.max) / amax).clamp_(max=_FLT_MAX).to(torch.float32)
 
 
 def _pow2(amax: Tensor, fmt: FloatFormat) -> Scales:
     # clearing the mantissa of NaN gives inf, so NaN is added again
-    encode = _real(amax, fmt).encode
+    encode = _real_encode(amax, fmt)
     bits = encode.to(torch.float64).view(torch.int64)
     power = (bits & ~((1 << 52) - 1)).view(torch.float64).to(torch.float32)
     return _with_reciprocal(amax, power + (encode - encode))
@@ -137,9 +140,11 @@ def _reciprocal(x: Tensor) -> Tensor:
 
 
 def _nvfp4(amax: Tensor, fmt: FloatFormat) -> Scales:
-    amax = amax.to(torch.float32)
-    nonfinite = _is_nonfinite(amax)
-    finite = amax.nan_to_num(nan=0.0, posinf=0.0)
+    # two looks spare most tensors four passes
+    is_looked_at = can_look_at(amax) and amax.numel() > 0
+    is_finite = is_looked_at and math.isfinite(amax.amax())
+    is_positive = is_looked_at and float(amax.amin()) > 0
+    finite = amax if is_finite else amax.nan_to_num(nan=0.0, posinf=0.0)
     largest = finite.amax() if amax.numel() else finite.new_zeros(())
     # a number over a tensor would be its reciprocal, rounded, times the number
     whole = torch.full_like(largest, 2688, dtype=torch.float64) / largest.to(torch.float64)
@@ -151,12 +156,13 @@ def _nvfp4(amax: Tensor, fmt: FloatFormat) -> Scales:
     else:
         # in range, torch's cast is this rounding in every version
         codes = block.to(torch.float8_e4m3fn).view(torch.uint8)
-    codes = codes.masked_fill_(nonfinite, _E4M3.nan_code)
+    if not is_finite:
+        codes = codes.masked_fill_(_is_nonfinite(amax), _E4M3.nan_code)
     # of every block scale that there can be, so that a division is made 256 times
-    encode = _reciprocal(_E4M3_VALUES.to(amax.device) * _reciprocal(whole))
-    return Scales(
-        _looked_up(encode, codes).masked_fill_(amax == 0, 1.0), codes, largest.reshape(1, 1)
-    )
+    encode = _looked_up(_reciprocal(_E4M3_VALUES.to(amax.device) * _reciprocal(whole)), codes)
+    if not is_positive:
+        encode = encode.masked_fill_(amax == 0, 1.0)
+    return Scales(encode, codes, largest.reshape(1, 1))
 
 
 def _nvfp4_scale(codes: Tensor) -> Tensor:
@@ -171,12 +177,13 @@ def tensor_scale(tensor_amax: Tensor) -> Tensor:
 class ScaleRule(NamedTuple):
     """From the amaxes of blocks to their scales.
 
-    make: Function of amax (float64) and the elements' format; NaN where amax is not finite.
+    make: Function of amax and the elements' format; NaN where amax is not finite.
     block_scale: The float32 factors of what ``make`` keeps.
     is_exact: Whether multiplying values by their block's scale is exact in FP32, so that it may be
         done before a product is summed.
     exceeds: Whether x * encode can lie beyond the format's range.
     mantissa: Mantissa bits of a scale: 0 for powers of two.
+    amax_dtype: The type in which it takes amax.
     """
 
     make: Callable[[Tensor, FloatFormat], Scales]
@@ -184,6 +191,7 @@ class ScaleRule(NamedTuple):
     is_exact: bool
     exceeds: bool = False
     mantissa: int = 0
+    amax_dtype: torch.dtype = torch.float64
 
 
 def _as_kept(scale: Tensor) -> Tensor:
@@ -198,7 +206,14 @@ SCALE_RULES: Mapping[str, ScaleRule] = MappingProxyType(
         "e8m0_floor": ScaleRule(_e8m0_floor, _e8m0_scale, is_exact=True, exceeds=True),
         "e8m0_even": ScaleRule(_e8m0_even, _e8m0_scale, is_exact=True, exceeds=True),
         "e8m0_ceil": ScaleRule(_e8m0_ceil, _e8m0_scale, is_exact=True),
-        "nvfp4": ScaleRule(_nvfp4, _nvfp4_scale, is_exact=True, exceeds=True, mantissa=3),
+        "nvfp4": ScaleRule(
+            _nvfp4,
+            _nvfp4_scale,
+            is_exact=True,
+            exceeds=True,
+            mantissa=3,
+            amax_dtype=torch.float32,
+        ),
     }
 )
 """Rules by name (numerics.md, section 3).
@@ -233,7 +248,7 @@ def make_scales(amax: Tensor, rule: str, fmt: FloatFormat, min_amax: float = 0.0
 
     Exactness: bit for bit (tests/test_scaling.py).
     """
-    wide = amax.to(torch.float64)
+    made = SCALE_RULES[rule]
     if min_amax:
-        wide = wide.clamp(min=min_amax)
-    return SCALE_RULES[rule].make(wide, fmt)
+        amax = amax.to(torch.float64).clamp(min=min_amax)
+    return made.make(amax.to(made.amax_dtype), fmt)

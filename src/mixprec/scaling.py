@@ -14,7 +14,7 @@ from torch import Tensor
 Block = tuple[int, int]
 AmaxComputeAlgo = Literal["max", "most_recent"]
 
-_LARGE, _PIECE = 1 << 19, 1 << 18
+_LARGE, _PIECE = 1 << 19, 1 << 17
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

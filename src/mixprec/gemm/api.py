@@ -148,6 +148,8 @@ def _choose(
         if impl not in ("auto", EMULATED):
             raise ValueError(f"impl: got {impl!r}; {why}; use impl='auto' or 'emulated'")
         return EMULATED, [why]
+    if any(isinstance(x, QuantizedTensor) and x.is_decoded for x in (a, b)):
+        return EMULATED, ["an operand is decoded already"]
     is_quantised = isinstance(a, QuantizedTensor) or isinstance(b, QuantizedTensor)
     if impl != "auto" and is_quantised:
         reason = _IMPLS[impl].why_not(a, b, out_dtype)
