@@ -118,7 +118,7 @@ def quantize(
         spec=spec,
         shape=shape,
     )
-    return result.packed() if packed and not decoded else result
+    return result.packed() if packed and not result.is_decoded else result
 
 
 def requantize(

@@ -134,7 +134,7 @@ def round_in_range(
     Returns:
         float32 on the format's grid; a zero may have either sign.
 
-    Exactness: equal to ``decode(round_to_codes(x))`` (tests/test_rounding.py).
+    Exactness: equal to ``decode(round_to_codes(x))`` (tests/test_decoded.py).
     """
     if draws is None:
         large = steps_without_digits(x, fmt)
