@@ -46,6 +46,7 @@ LAYERS = [
     "nn",
     "optim",
     "amp",
+    "inspection",
     "train",
     "bench",
     "pages",

@@ -1,7 +1,8 @@
 """What a low-bit run is measured by: error, lost elements, bytes kept for backward, time.
 
 Nothing here knows a recipe: tensors and callables in, numbers out. Errors are computed in float64
-on the CPU, so that a figure does not depend on the device or type of what it describes.
+(on the CPU for a device without it), so that a figure does not depend on the type of what it
+describes. Tensors are read in pieces, which stay in a CPU's cache.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -20,6 +21,7 @@ from mixprec.formats import FloatFormat
 
 _INT_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FARTHEST = torch.iinfo(torch.int64).max
+_PIECE, _PIECE_OF_ACCELERATOR = 1 << 17, 1 << 22
 
 
 def sqnr_db(reference: Tensor, approx: Tensor) -> float:
@@ -38,9 +40,22 @@ def sqnr_db(reference: Tensor, approx: Tensor) -> float:
 
     Exactness: the sums are float64.
     """
-    exact, other = _same_shape(reference, approx)
-    signal = float(exact.square().sum())
-    noise = float((other - exact).square().sum())
+    return decibels(*squares(reference, approx))
+
+
+def squares(reference: Tensor, approx: Tensor) -> tuple[float, float]:
+    """sum reference^2 and sum (approx - reference)^2, in float64; else as ``sqnr_db``."""
+    signal = noise = 0.0
+    for exact, other in _pieces(reference, approx):
+        exact = _exact(exact)
+        difference = _exact(other) - exact
+        signal += float(torch.dot(exact, exact))
+        noise += float(torch.dot(difference, difference))
+    return signal, noise
+
+
+def decibels(signal: float, noise: float) -> float:
+    """10 log10(signal / noise), with the edge cases of ``sqnr_db``."""
     if not (math.isfinite(signal) and math.isfinite(noise)):
         return math.nan
     if noise == 0:
@@ -96,8 +111,17 @@ def underflow_share(reference: Tensor, approx: Tensor) -> float:
     Raises:
         ValueError: The shapes differ.
     """
-    exact, other = _same_shape(reference, approx)
-    return _share((exact != 0) & exact.isfinite() & (other == 0))
+    return _share(num_underflowed(reference, approx), reference)
+
+
+def num_underflowed(reference: Tensor, approx: Tensor) -> int:
+    """How many elements ``underflow_share`` is a share of."""
+    count = 0
+    for exact, other in _pieces(reference, approx):
+        gone = (other == 0) & (exact != 0)
+        if torch.count_nonzero(gone):
+            count += int(torch.count_nonzero(exact[gone].isfinite()))
+    return count
 
 
 def saturation_share(scaled: Tensor, fmt: FloatFormat) -> float:
@@ -114,12 +138,21 @@ def saturation_share(scaled: Tensor, fmt: FloatFormat) -> float:
     Returns:
         0 to 1; 0 for an empty tensor.
     """
-    magnitude = _exact(scaled).abs()
+    return _share(num_saturated(scaled, fmt), scaled)
+
+
+def num_saturated(scaled: Tensor, fmt: FloatFormat) -> int:
+    """How many elements ``saturation_share`` is a share of."""
     step = math.ldexp(1.0, fmt.max_exponent - fmt.mantissa)
     limit = fmt.max + step / 2
     max_is_odd = int(fmt.max / step) % 2 == 1
-    beyond = magnitude >= limit if max_is_odd else magnitude > limit
-    return _share(beyond & magnitude.isfinite())
+    count = 0
+    for piece, _ in _pieces(scaled, scaled):
+        # a limit may lie between two numbers of 16 or 32 bits
+        magnitude = _exact(piece).abs()
+        beyond = magnitude >= limit if max_is_odd else magnitude > limit
+        count += int(torch.count_nonzero(beyond & magnitude.isfinite()))
+    return count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,14 +292,18 @@ def _timed(call: Callable[[], object]) -> float:
 
 
 def _exact(tensor: Tensor) -> Tensor:
-    """A detached float64 copy on the CPU, since not every device has float64."""
-    return tensor.detach().cpu().double()
+    """In float64; on the CPU where the device has none."""
+    return (tensor.cpu() if tensor.device.type == "mps" else tensor).double()
 
 
-def _same_shape(reference: Tensor, approx: Tensor) -> tuple[Tensor, Tensor]:
-    """Both as float64, after the check that broadcasting would hide a mistake."""
-    _check_shapes(reference, approx)
-    return _exact(reference), _exact(approx)
+def _pieces(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Two tensors of one shape, detached and in flat pieces whose elements belong together."""
+    _check_shapes(a, b)
+    a, b = a.detach(), b.detach().to(a.device)
+    if a.dim() == 2 and a.stride(0) == b.stride(0) == 1:
+        a, b = a.t(), b.t()
+    size = _PIECE if a.device.type == "cpu" else _PIECE_OF_ACCELERATOR
+    return zip(a.reshape(-1).split(size), b.reshape(-1).split(size), strict=True)
 
 
 def _check_shapes(reference: Tensor, approx: Tensor) -> None:
@@ -285,9 +322,9 @@ def _ordered(tensor: Tensor) -> Tensor:
     return torch.where(bits < 0, -magnitude, magnitude)
 
 
-def _share(hit: Tensor) -> float:
-    """Number of true elements by number of elements."""
-    return int(hit.sum()) / hit.numel() if hit.numel() else 0.0
+def _share(count: int, tensor: Tensor) -> float:
+    """A number of elements by the number of all."""
+    return count / tensor.numel() if tensor.numel() else 0.0
 
 
 def _address(tensor: Tensor) -> int:
