@@ -1,9 +1,10 @@
-"""Explanations: every operation with the types that it takes, computes in and gives."""
+"""Explanations of forward: every operation with the types that it takes, computes in and gives."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from torch.nn import functional
 from train.conftest import write_idx_folder
 
 import mixprec
-from mixprec.explanation import LOSS, OperationRow, explain, explain_run
+from mixprec.explanation import LOSS, OperationRow, explain_run
 from mixprec.train.config import load
 
+explain = partial(mixprec.explain, backward=False)
 X = torch.linspace(-1, 1, 48).reshape(3, 1, 4, 4)
 
 
@@ -43,7 +45,7 @@ def table(rows: list[OperationRow]) -> list[tuple[Any, ...]]:
     return [
         (row.module, row.operation, row.compute, row.outputs, row.rule)
         for row in rows
-        if not row.is_view
+        if not row.is_view and row.phase == "forward"
     ]
 
 

@@ -37,6 +37,7 @@ LAYERS = [
     "recipe_fields",
     "recipes",
     "what_if",
+    "operation",
     "policy",
     "linear_products",
     "autograd",

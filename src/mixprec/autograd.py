@@ -37,7 +37,8 @@ from mixprec.linear_products import (
 )
 from mixprec.modes import without_modes
 from mixprec.noise import Noise
-from mixprec.policy import active_dtype, recomputed_alike
+from mixprec.operation import Operation, Product
+from mixprec.policy import active_dtype, recomputed_alike, recorder
 from mixprec.quantization import QuantizedTensor
 from mixprec.recipes import PRODUCTS, Recipe, get_recipe
 from mixprec.rounding import check_floating
@@ -279,7 +280,7 @@ def product(
     if windows is None:
         x = x.reshape(leading.numel(), x.shape[-1])
     state = state or LinearState()
-    region_dtype = active_dtype(x)
+    given, region_dtype = x.dtype, active_dtype(x)
     if region_dtype is not None and x.dtype != torch.float64:
         x = x.to(region_dtype)
     # a recording forward quantises every operand, with gradients or without
@@ -300,4 +301,21 @@ def product(
     _check_state(recipe, plan)
     with recomputed_alike(), without_modes():
         out = _Linear.apply(x, weight, bias, plan)[0]
+    _tell(given, weight, recipe, plan)
     return out if windows is not None else out.reshape(*leading, weight.shape[0])
+
+
+def _tell(given: torch.dtype, weight: Tensor, recipe: Recipe, plan: Plan) -> None:
+    """A region that records its operations cannot see this one."""
+    record = recorder()
+    if record is not None:
+        record(
+            Operation(
+                name=linear.__name__,
+                inputs=(given, plan.weight_dtype),
+                compute=(plan.dtype, plan.dtype),
+                outputs=(plan.dtype,),
+                rule=f"recipe {recipe}",
+                product=Product(gemm=recipe.output, impl=plan.impl, device=weight.device),
+            )
+        )

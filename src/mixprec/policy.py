@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any, Literal, Self, TypeVar
@@ -28,6 +27,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from mixprec.gemm.widening import NARROW, has_fast_units, mapped, widened
 from mixprec.modes import is_autocast_on, is_called_by_compiled_code
+from mixprec.operation import Operation
 from mixprec.recomputation import Hooks, hooks_around, let_reentrant_recompute, surrounding_hooks
 
 Rule = Literal["16-bit", "fp32", "fp32 result", "widest", "as statistics", "refused"]
@@ -122,17 +122,6 @@ _OUTSIDE_BACKWARD = -1
 _graph_task = torch._C._current_graph_task_id
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Operation:
-    """What one operation did in a region: types of inputs, arithmetic and results, and why."""
-
-    name: str
-    inputs: tuple[torch.dtype, ...]
-    compute: tuple[torch.dtype, ...]
-    outputs: tuple[torch.dtype, ...]
-    rule: str
-
-
 def uncompiled(function: F) -> F:
     """Let torch.compile run a function as it stands where eager code calls it.
 
@@ -155,7 +144,8 @@ class Region(TorchFunctionMode):
     Args:
         dtype: bfloat16 or float16; None changes nothing, inside another region either.
         policy: A name in ``POLICIES``.
-        record: Called with each operation that has floating-point results.
+        record: Called with each operation that has floating-point results, also in the regions
+            inside that record nothing themselves.
     """
 
     def __init__(
@@ -181,6 +171,7 @@ class Region(TorchFunctionMode):
         self._outer = innermost_region()
         if self._outer is not None:
             self._outer._is_innermost = False
+            self._record = self._record or self._outer._record
         self._was_announced = torch.is_autocast_enabled(_UNUSED_DEVICE)
         torch.set_autocast_enabled(_UNUSED_DEVICE, self.dtype is not None)
         self._hooks_at_entry = surrounding_hooks()
@@ -291,7 +282,8 @@ class Region(TorchFunctionMode):
         out: Any,
         rule: str,
     ) -> None:
-        outputs = tuple(x.dtype for x in _tensors(out))
+        # an assignment to elements returns nothing, and changes the first tensor
+        outputs = tuple(x.dtype for x in _tensors(inputs[:1] if name == "__setitem__" else out))
         if self._record is not None and inputs and outputs:
             given = tuple(x.dtype for x in inputs)
             self._record(
@@ -330,6 +322,12 @@ def active_dtype(x: Tensor) -> torch.dtype | None:
         return torch.get_autocast_dtype(x.device.type)
     region = innermost_region()
     return region.dtype if region is not None and region.is_running() else None
+
+
+def recorder() -> Callable[[Operation], None] | None:
+    """What the region that this thread is in tells its operations to, for functions of our own."""
+    region = None if torch.compiler.is_compiling() else innermost_region()
+    return region._record if region is not None and region.is_running() else None
 
 
 def recomputed_alike() -> AbstractContextManager[None]:

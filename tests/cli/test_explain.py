@@ -1,4 +1,4 @@
-"""`mixprec explain`: the operations of a configuration's forward pass."""
+"""`mixprec explain`: the operations of a configuration's forward and backward pass."""
 
 from __future__ import annotations
 
@@ -27,14 +27,26 @@ def test_the_table(cli: Callable, config: Path) -> None:
     assert ["conv1", "conv2d", "fp32", "e4m3", "bf16", "recipe"] in [row[:6] for row in rows]
     assert ["(model)", "log_softmax", "bf16", "fp32", "fp32", "fp32", "result"] in rows
     assert ["(loss)", "nll_loss_nd", "fp32", "fp32", "fp32", "fp32"] in rows
-    (fc1,) = (row for row in rows if row[:1] == ["fc1"])
+    fc1, *_ = (row for row in rows if row[:1] == ["fc1"])
     assert fc1[:7] == ["fc1", "linear", "bf16,", "fp32", "e4m3", "bf16", "recipe"]
     assert max(map(len, out.splitlines())) <= 80
 
 
+def test_backward_and_operands_have_tables_of_their_own(cli: Callable, config: Path) -> None:
+    out = cli("explain", str(config), "--set", "recipe=nvfp4", "--base", "bf16").out
+    forward, backward = out.split("backward ")
+    assert "grad_input" not in forward
+    rows = [line.split() for line in backward.splitlines()]
+    assert ["conv2", "grad_weight", "bf16", "e2m1", "fp32", "recipe"] in [row[:6] for row in rows]
+    assert ["(model)", "relu", "x3", "bf16", "bf16", "bf16"] in [row[:6] for row in rows]
+    counts = {row[3]: row[-1] for row in rows if row[:3] == ["nvfp4", "on", "bf16"]}
+    # the first layer's input has no gradient
+    assert counts == {"output": "4", "grad_input": "3", "grad_weight": "4"}
+
+
 def test_views_are_left_out_unless_asked_for(cli: Callable, config: Path) -> None:
     brief, whole = cli("explain", str(config)).out, cli("explain", str(config), "--all").out
-    assert "left out: 1 that compute nothing (--all shows them)" in brief
+    assert "left out: 2 that compute nothing (--all shows them)" in brief
     assert ("flatten" in brief, "flatten" in whole) == (False, True)
     assert "left out" not in whole
 
@@ -44,6 +56,7 @@ def test_json(cli: Callable, config: Path) -> None:
     data = json.loads(out)
     assert (data["model"], data["recipe"]) == ("mnist_cnn", "recipe fp16 on fp16 (configuration)")
     first = next(row for row in data["operations"] if row["module"] == "conv1")
+    assert [operand["format"] for operand in first.pop("operands")] == ["fp16", "fp16"]
     assert first == {
         "module": "conv1",
         "operation": "conv2d",
@@ -53,6 +66,7 @@ def test_json(cli: Callable, config: Path) -> None:
         "rule": "recipe fp16",
         "impl": "emulated",
         "is_view": False,
+        "phase": "forward",
     }
     assert any(row["is_view"] for row in data["operations"])
 

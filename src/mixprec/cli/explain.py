@@ -1,18 +1,23 @@
-"""`mixprec explain`: every operation of one forward pass, its types, and the rule that decided."""
+"""`mixprec explain`: every operation of a forward and a backward pass, its types, what decided."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mixprec.cli.measured import described
 from mixprec.cli.options import Base, Json, Settings
 from mixprec.cli.output import console, print_json, print_table
 
 if TYPE_CHECKING:
     from mixprec.explanation import OperationRow
+
+_COLUMNS = ("module", "operation", "input", "compute", "output", "rule")
+_OPERAND_COLUMNS = ("recipe", "product", "first", "second", "impl", "modules")
 
 
 def explain(
@@ -33,9 +38,10 @@ def explain(
 ) -> None:
     """Which operation runs in which type, and why.
 
-    Runs the first batch's forward pass and loss, without an update. Shows for each operation the
-    types of its inputs, the type that it computes in, the type of its result and the rule of the
-    policy that decided; a converted layer is one row.
+    Runs the first batch's forward pass, loss and backward pass, without an update. Shows for each
+    operation the types of its inputs, the type that it computes in, the type of its result and the
+    rule of the policy that decided; of backward the gradients' types. Converted layers show their
+    products, and a table of how the operands of these are quantised.
     """
     from mixprec.explanation import explain_run
     from mixprec.train.config import load, recipe_line
@@ -44,16 +50,35 @@ def explain(
     found = explain_run(resolved)
     rows = [row for row in found if show_all or not row.is_view]
     if as_json:
-        print_json({"model": resolved.model, "recipe": recipe_line(resolved), "operations": rows})
+        operations = [_data(row) for row in rows]
+        print_json(
+            {"model": resolved.model, "recipe": recipe_line(resolved), "operations": operations}
+        )
         return
-    print_table(
-        ("module", "operation", "input", "compute", "output", "rule"),
-        [_cells(row) for row in rows],
-        title=f"{resolved.model}, {recipe_line(resolved)}",
-    )
+    console().print(f"{resolved.model}, {recipe_line(resolved)}")
+    for phase in dict.fromkeys(row.phase for row in rows):
+        print_table(_COLUMNS, _counted(row for row in rows if row.phase == phase), title=phase)
+    products = [row for row in rows if row.operands]
+    if products:
+        print_table(_OPERAND_COLUMNS, _operands(products), title="operands of the products")
     left_out = len(found) - len(rows)
     if left_out:
         console().print(f"left out: {left_out} that compute nothing (--all shows them)")
+
+
+def _data(row: OperationRow) -> dict[str, Any]:
+    from mixprec.serialization import to_plain
+
+    return {**to_plain(row), "operands": [to_plain(spec) for spec in row.operands]}
+
+
+def _counted(rows: Iterable[OperationRow]) -> list[tuple[str, ...]]:
+    """Rows as words; what a module does alike several times is there once, with its number."""
+    counts = Counter(map(_cells, rows))
+    return [
+        (module, operation if count == 1 else f"{operation} x{count}", *rest)
+        for (module, operation, *rest), count in counts.items()
+    ]
 
 
 def _cells(row: OperationRow) -> tuple[str, ...]:
@@ -67,6 +92,20 @@ def _cells(row: OperationRow) -> tuple[str, ...]:
         _distinct(row.outputs),
         rule,
     )
+
+
+def _operands(rows: Iterable[OperationRow]) -> list[tuple[str, ...]]:
+    """Each way of quantising the two operands of a product once, with the modules that have it."""
+    modules: dict[tuple[str, ...], dict[str, None]] = {}
+    for row in rows:
+        product = row.operation if row.phase == "backward" else "output"
+        ways = (
+            described(spec) if spec else high
+            for spec, high in zip(row.operands, row.compute, strict=True)
+        )
+        key = (row.rule.removeprefix("recipe "), product, *ways, row.impl)
+        modules.setdefault(key, {})[row.module or "(model)"] = None
+    return [(*key, str(len(names))) for key, names in modules.items()]
 
 
 def _distinct(types: Sequence[str]) -> str:

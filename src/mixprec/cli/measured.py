@@ -43,10 +43,10 @@ def show_measured(recipes: Iterable[Recipe], data: str, as_json: bool) -> None:
         numeric=_COLUMNS[1:],
     )
     console().print("Where a tensor is transformed, its error is that of the transformed one.")
-    print_table(("quantised as", "operands"), [(_words(row.spec), _uses(row)) for row in rows])
+    print_table(("quantised as", "operands"), [(described(row.spec), _uses(row)) for row in rows])
 
 
-def _words(spec: QuantSpec) -> str:
+def described(spec: QuantSpec) -> str:
     """A specification in a few words."""
     free, contraction = spec.block
     block = BLOCKS.get(spec.block, f"{free}x{contraction}")
@@ -65,7 +65,7 @@ def _cells(row: WhatIf) -> tuple[str, ...]:
     figures = row.figures
     sqnr = "exact" if figures.sqnr_db == math.inf else f"{figures.sqnr_db:.1f}"
     shares = (f"{100 * share:.3g}" for share in (figures.saturation, figures.underflow))
-    return (_words(row.spec), f"{figures.bits_per_element:.2f}", sqnr, *shares)
+    return (described(row.spec), f"{figures.bits_per_element:.2f}", sqnr, *shares)
 
 
 def _data(row: WhatIf) -> dict[str, Any]:
