@@ -67,7 +67,7 @@ def test_a_decoded_operand_has_the_values_of_the_coded_one(
     want = coded.dequantize()
     for large in (scaling._LARGE, 1 << 12):
         monkeypatch.setattr(scaling, "_LARGE", large)
-        monkeypatch.setattr(scaling, "_PIECE", large)
+        monkeypatch.setattr(scaling, "cached_elements", lambda: 1 << 12)
         decoded = quantize(x, spec, noise=noise, decoded=True)
         assert decoded.is_decoded
         assert_same(decoded.dequantize(), want)

@@ -58,7 +58,7 @@ def test_pieces_are_the_whole(
     x = difficult(300, columns)
     whole = quantized(x, spec)
     monkeypatch.setattr(scaling, "_LARGE", 1 << 12)
-    monkeypatch.setattr(scaling, "_PIECE", 1 << 12)
+    monkeypatch.setattr(scaling, "cached_elements", lambda: 1 << 12)
     assert pieces(x, 1) == (1 << 12) // columns
     assert quantized(x, spec).equal(whole)
     # in the memory of the transpose no piece is taken, and of three axes the rows are

@@ -24,9 +24,13 @@ def signed(value: int, bits: int) -> int:
     return value - (1 << bits) if value >> (bits - 1) else value
 
 
-# draws that stay in a core's cache through the passes over them
-_STRETCH = 1 << 17
+_CACHED_BY_A_CORE = 1 << 17
 _ALL_64 = (1 << 64) - 1
+
+
+def cached_elements() -> int:
+    """Elements that stay in the caches of the cores at work through several passes over them."""
+    return _CACHED_BY_A_CORE * torch.get_num_threads()
 
 
 def _splitmix(z: int | Tensor) -> Any:
@@ -109,7 +113,7 @@ class Noise:
         draws = torch.empty((len(outer), len(inner)), dtype=torch.int32, device=device)
         length = len(outer)
         if draws.device.type == "cpu" and not torch.compiler.is_compiling():
-            length = max(1, _STRETCH // max(1, len(inner)))
+            length = max(1, cached_elements() // max(1, len(inner)))
         spare = torch.empty_like(draws[:length])
         for start in range(0, len(outer), max(1, length)):
             part, first = draws[start : start + length], outer[start : start + length, None]

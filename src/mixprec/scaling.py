@@ -11,10 +11,12 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from mixprec.noise import cached_elements
+
 Block = tuple[int, int]
 AmaxComputeAlgo = Literal["max", "most_recent"]
 
-_LARGE, _PIECE = 1 << 19, 1 << 17
+_LARGE = 1 << 19
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -79,9 +81,9 @@ def pieces(x: Tensor, free: int) -> int | None:
     """Rows at once, in whole blocks, of a matrix of which whole temporaries are slow; else None."""
     # temporaries stay in the cache, and in the memory that the allocator keeps
     is_small = x.numel() < _LARGE or x.shape[0] == 0
-    if is_small or torch.compiler.is_compiling() or x.stride(1) != 1:
+    if is_small or not x.is_cpu or torch.compiler.is_compiling() or x.stride(1) != 1:
         return None
-    rows = max(_PIECE // x.shape[1] // free, 1) * free
+    rows = max(cached_elements() // x.shape[1] // free, 1) * free
     return rows if rows < x.shape[0] else None
 
 
