@@ -66,15 +66,30 @@ def test_pieces_are_the_whole(
     assert torch.equal(quantized(x.reshape(3, 100, columns), spec).codes.flatten(0, 1), whole.codes)
 
 
-def test_pieces_hold_whole_blocks_and_small_or_transposed_matrices_have_none() -> None:
-    large = torch.empty(4096, 4096, device="meta")
+def test_pieces_hold_whole_blocks_and_small_or_transposed_matrices_have_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scaling, "cached_elements", lambda: 1 << 17)
+    large = torch.empty(4096, 4096)
     assert pieces(large, 1) == 32
     assert pieces(large, 96) == 96
     assert pieces(large, 20) == 20
     assert pieces(large, 4096) is None
     assert pieces(large.t(), 1) is None
-    assert pieces(torch.empty(512, 512, device="meta"), 1) is None
-    assert pieces(torch.empty(0, 1 << 23, device="meta"), 1) is None
+    assert pieces(torch.empty(512, 512), 1) is None
+    assert pieces(torch.empty(0, 1 << 23), 1) is None
+    # a GPU has no such cache, and a launch for each piece would take longer than the work
+    assert pieces(large.to("meta"), 1) is None
+
+
+def test_pieces_grow_with_the_cores_at_work() -> None:
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            assert pieces(torch.empty(4096, 4096), 1) == 32 * count
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
