@@ -55,7 +55,7 @@ def test_json_and_the_folder(cli: Callable, tmp_path: Path) -> None:
 def test_without_plotly_the_folder_has_no_page_and_a_line_says_so(
     cli: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
+    monkeypatch.setitem(sys.modules, "plotly.io", None)
     code, out, _ = cli("bench", *QUICK, "--out", str(tmp_path))
     assert code == 0
     assert "no bench.html: plotly: got" in out

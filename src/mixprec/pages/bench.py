@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from html import escape
 from typing import Any
 
-from mixprec.pages.page import COLORS, INTERACTION, PAGE, graph_objects, table
+from mixprec.pages.figure import color, figure, line
+from mixprec.pages.page import (
+    HEADINGS,
+    Section,
+    cells,
+    document,
+    paragraph,
+    settings_tables,
+    table,
+)
 
 _LISTS = ("times_ms", "losses")
-_HEADINGS = {
-    "step_ms": "step (ms), median",
+_HEADINGS = HEADINGS | {
     "step_ms_mean": "step (ms), mean",
-    "throughput": "{unit} a second",
     "speedup": "speed-up",
-    "param_bytes": "parameters (bytes)",
-    "grad_bytes": "gradients (bytes)",
-    "optimizer_bytes": "optimiser state (bytes)",
-    "saved_bytes": "activations (bytes)",
-    "peak_bytes": "peak (bytes)",
-    "process_peak_bytes": "process peak (bytes)",
     "mfu": "MFU",
     "flops": "operations a step",
     "tflops": "TFLOP/s",
@@ -35,32 +35,24 @@ def render(result: Mapping[str, Any]) -> str:
         ImportError: plotly is missing (extra ``report``).
     """
     rows = _rows(result)
-    places = [f"{row['recipe']}<br>{row['mode']}, batch {row['batch']}" for row in rows]
-    unit = result["unit"]
-    bars = [
-        ("speed", f"{unit} a second", [row["throughput"] for row in rows]),
-        ("memory", "peak bytes", [row["peak_bytes"] for row in rows]),
-    ]
-    drawn = [bar for bar in bars if any(value is not None for value in bar[2])]
-    recipes = list(dict.fromkeys(row["recipe"] for row in rows))
-    colors = [COLORS[recipes.index(row["recipe"]) % len(COLORS)] for row in rows]
-    plotly = graph_objects()
-    figures = "".join(
-        _figure(
-            plotly.Figure(plotly.Bar(x=places, y=values, marker_color=colors)),
-            name,
-            quantity,
-            is_first=place == 0,
-        )
-        for place, (name, quantity, values) in enumerate(drawn)
-    )
+    speed = f"{result['unit']} a second"
     skipped = [
         f"skipped: {skip['recipe']}, {skip['mode']}, batch {skip['batch']}: {skip['reason']}"
         for skip in result["skipped"]
     ]
     order = f"contenders {result['order']}, {result['warmup']} of {result['steps']} steps discarded"
+    figures = [
+        Section(
+            "Speed", [_bars("speed", "Throughput of each contender.", speed, "throughput", rows)]
+        ),
+        Section(
+            "Memory",
+            [_bars("memory", "The most bytes alive in a step.", "peak bytes", "peak_bytes", rows)],
+        ),
+    ]
     notes = [order, *result["notes"], *skipped]
-    return _page(f"{result['model']}: training steps", figures, rows, notes, unit)
+    title = f"{result['model']}: training steps"
+    return _document(title, figures, result, notes, _HEADINGS | {"throughput": speed})
 
 
 def render_products(result: Mapping[str, Any]) -> str:
@@ -69,23 +61,24 @@ def render_products(result: Mapping[str, Any]) -> str:
     Raises: As ``render``.
     """
     rows = _rows(result)
-    plotly = graph_objects()
     recipes = list(dict.fromkeys(row["recipe"] for row in rows))
-    lines = [
-        plotly.Scatter(
-            x=[row["shape"] for row in rows if row["recipe"] == recipe],
-            y=[row["ratio"] for row in rows if row["recipe"] == recipe],
-            name=recipe,
-            mode="lines+markers",
-            line={"color": COLORS[place % len(COLORS)]},
-        )
-        for place, recipe in enumerate(recipes)
-    ]
-    figure = _figure(
-        plotly.Figure(lines), "ratios", f"time / {recipes[0]}", is_first=True, with_legend=True
+    lines = []
+    for place, recipe in enumerate(recipes):
+        own = [row for row in rows if row["recipe"] == recipe]
+        shapes, ratios = [row["shape"] for row in own], [row["ratio"] for row in own]
+        lines.append(line(recipe, shapes, ratios, place, mode="lines+markers"))
+    ratio = f"time / {recipes[0]}"
+    drawn = figure(
+        "ratios",
+        f"Time of a linear layer, forward and backward, by its sizes: the ratio to {recipes[0]}.",
+        lines,
+        x={"title": "shape"},
+        y={"title": ratio, "rangemode": "tozero"},
     )
     pays = [f"{recipe}: pays {where}" for recipe, where in result["pays"].items()]
-    return _page("linear layers: forward and backward", figure, rows, [*pays, *result["notes"]], "")
+    title = "linear layers: forward and backward"
+    notes = [*pays, *result["notes"]]
+    return _document(title, [Section("Ratio", [drawn])], result, notes, _HEADINGS)
 
 
 def _rows(result: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
@@ -95,39 +88,35 @@ def _rows(result: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     return rows
 
 
-def _figure(
-    figure: Any, name: str, quantity: str, *, is_first: bool, with_legend: bool = False
+def _bars(
+    name: str, caption: str, quantity: str, key: str, rows: Sequence[Mapping[str, Any]]
 ) -> str:
-    figure.update_layout(
-        yaxis_title=quantity,
-        yaxis_rangemode="tozero",
-        template="plotly_white",
-        showlegend=with_legend,
-        margin={"l": 85, "r": 10, "t": 20, "b": 50},
-    )
-    text: str = figure.to_html(
-        full_html=False, include_plotlyjs=is_first, div_id=name, config=INTERACTION
-    )
-    return text
+    """Bars in the colours of the recipes; nothing where no row knows the figure."""
+    if all(row[key] is None for row in rows):
+        return ""
+    recipes = list(dict.fromkeys(row["recipe"] for row in rows))
+    bars = {
+        "type": "bar",
+        "x": [f"{row['recipe']}<br>{row['mode']}, batch {row['batch']}" for row in rows],
+        "y": [row[key] for row in rows],
+        "marker": {"color": [color(recipes.index(row["recipe"])) for row in rows]},
+    }
+    axis = {"title": quantity, "rangemode": "tozero"}
+    return figure(name, caption, [bars], x={"title": "contender"}, y=axis)
 
 
-def _page(
-    title: str, figures: str, rows: Sequence[Mapping[str, Any]], notes: Sequence[str], unit: str
+def _document(
+    title: str,
+    figures: Sequence[Section],
+    result: Mapping[str, Any],
+    notes: Sequence[str],
+    headings: Mapping[str, str],
 ) -> str:
-    return PAGE.format(
-        title=escape(title),
-        curves=figures,
-        table=table([_cells(row, unit) for row in rows]),
-        notes="\n".join(f"<p>{escape(note)}</p>" for note in notes),
-    )
-
-
-def _cells(row: Mapping[str, Any], unit: str) -> dict[str, Any]:
-    cells: dict[str, Any] = {}
-    for key, value in row.items():
-        heading = _HEADINGS.get(key, key.replace("_", " ")).format(unit=unit)
-        if isinstance(value, Mapping):
-            cells |= {f"{heading} {name}": inner for name, inner in value.items()}
-        elif key not in _LISTS:
-            cells[heading] = value
-    return cells
+    rows = [cells(row, headings, _LISTS) for row in result["rows"]]
+    environment = settings_tables("What it ran on", {"value": result.get("environment", {})})
+    sections = [
+        *figures,
+        Section("Figures", [table(rows, "Each contender's figures")]),
+        Section("Environment", [environment]),
+    ]
+    return document(title, [paragraph(note) for note in notes], sections)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from mixprec.pages.bench import render, render_products
+from pages.reading import Page, traces
 
 ROW: dict[str, Any] = {
     "recipe": "bf16",
@@ -43,29 +44,35 @@ PRODUCTS: dict[str, Any] = {
 
 def test_steps() -> None:
     page = render(RESULT)
-    assert "<h1>vit &lt;huge&gt;: training steps</h1>" in page
-    assert "<td>123.5</td>" in page
-    assert "<td>2,529,217,536</td>" in page
-    assert "images a second" in page
+    read = Page(page)
+    assert read.headings[0] == (1, "vit <huge>: training steps")
+    row, _ = read.table("Each contender's figures")
+    assert row["step (ms), median"] == "123.5"
+    assert row["parameters (bytes)"] == "2,529,217,536"
+    assert row["images a second"] == "129.6"
     assert "skipped: x, eager, batch 32: out of memory: a &lt; b" in page
     assert "contenders in turns, 11 of 50 steps discarded" in page
     assert "times ms" not in page
-    assert 'id="speed"' in page
-    assert 'id="memory"' not in page, "no bars where every peak is unknown"
-    assert not re.findall(r"<(?:script|link|img)[^>]*(?:src|href)=", page)
+    assert [bar["y"] for bar in traces(page, "speed")] == [[129.6, 190.5]]
+    assert (2, "Memory") not in read.headings, "no bars where every peak is unknown"
+    assert [address for address in read.addresses if not address.startswith("#")] == []
 
 
 def test_memory_bars_where_a_peak_is_known() -> None:
     page = render({**RESULT, "rows": [{**ROW, "peak_bytes": 5}]})
-    assert 'id="memory"' in page
+    assert [bar["y"] for bar in traces(page, "memory")] == [[5]]
     assert len(re.findall(r"plotly\.js v", page)) == 1
 
 
 def test_products() -> None:
     page = render_products(PRODUCTS)
     assert "mxfp8: pays never here (emulated)" in page
-    assert "<td>28.4</td>" in page
-    assert "sqnr output" in page
+    _, row = Page(page).table("Each contender's figures")
+    assert row["SQNR (dB) output"] == "28.4"
+    assert [(trace["x"], trace["y"]) for trace in traces(page, "ratios")] == [
+        (["32x32x32"], [1.0]),
+        (["32x32x32"], [4.5]),
+    ]
 
 
 @pytest.mark.parametrize(("page", "result"), [(render, RESULT), (render_products, PRODUCTS)])

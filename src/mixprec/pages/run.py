@@ -1,0 +1,261 @@
+"""The page of a run, or of a run against another: what it did, and where it went wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from mixprec.pages.curves import loss_scales, losses, records
+from mixprec.pages.heat_map import heat_map
+from mixprec.pages.page import (
+    HEADINGS,
+    Section,
+    cells,
+    document,
+    paragraph,
+    settings_tables,
+    table,
+)
+from mixprec.pages.run_folder import CONFIG, ENVIRONMENT, PLAN, RESULT, RunFolder
+
+_HEADINGS = HEADINGS | {"loss": "evaluation loss", "train_loss": "training loss, last step"}
+
+Runs = Mapping[str, RunFolder]
+
+
+def render(run: RunFolder, against: RunFolder | None = None) -> str:
+    """One HTML page, plotting library included; what is missing in a folder is said on it.
+
+    Raises: ImportError: plotly is missing (extra ``report``).
+    """
+    folders = [run] if against is None else [run, against]
+    runs = dict(zip(_names(folders), folders, strict=True))
+    training = {name: _curve(folder.records["loss"], "loss") for name, folder in runs.items()}
+    sections = [
+        Section("Result", [_results(runs)]),
+        Section("Alarms", [_alarms(runs)]),
+        Section("Loss", [_losses(runs, training)]),
+        Section("Step time and memory", _costs(runs, training)),
+        Section("Loss scale", [_scales(runs, training)]),
+        Section("Statistics", _statistics(runs)),
+        Section("Plan", _plans(runs)),
+        Section("Configuration", [_settings("Every setting, defaults too", CONFIG, runs)]),
+        Section("Environment", [_settings("What it ran on", ENVIRONMENT, runs)]),
+    ]
+    return document(" against ".join(runs), _summary(runs), sections)
+
+
+def _names(folders: Sequence[RunFolder]) -> list[str]:
+    """The folders' own names where those differ, else their paths, else both with a number."""
+    for names in (
+        [folder.path.resolve().name for folder in folders],
+        [str(folder.path) for folder in folders],
+    ):
+        if len(set(names)) == len(names):
+            return names
+    return [f"{folder.path} ({number})" for number, folder in enumerate(folders, start=1)]
+
+
+def _summary(runs: Runs) -> list[str]:
+    found = []
+    for name, folder in runs.items():
+        failed = folder.records["error"]
+        lead = f"{name}: " if len(runs) > 1 else ""
+        found.append(paragraph(f"{lead}{_state(folder)}", "alarm" if failed else None))
+        found += [paragraph(f"{lead}{line}.") for line in folder.missing]
+    return found
+
+
+def _state(folder: RunFolder) -> str:
+    """What became of a run, in a sentence."""
+    errors, result = folder.records["error"], folder.documents.get(RESULT)
+    if errors:
+        return f"Failed: {errors[-1]['error']}."
+    if result is None:
+        steps = [record["step"] for kind in folder.records.values() for record in kind]
+        return f"Not over: the last record is of step {max(steps)}." if steps else "No records."
+    what = [str(result[key]) for key in ("model", "recipe", "device") if result.get(key)]
+    return f"{', '.join(what)}: {result.get('steps')} steps."
+
+
+def _results(runs: Runs) -> str:
+    results = {
+        name: cells(folder.documents[RESULT], _HEADINGS)
+        for name, folder in runs.items()
+        if RESULT in folder.documents
+    }
+    if not results:
+        return paragraph("No result.")
+    rows = [
+        {"figure": heading, **{name: found.get(heading) for name, found in results.items()}}
+        for heading in dict.fromkeys(heading for found in results.values() for heading in found)
+    ]
+    return table(rows, "The result of each run" if len(runs) > 1 else "The result of the run")
+
+
+def _alarms(runs: Runs) -> str:
+    rows = []
+    for name, folder in runs.items():
+        groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
+        for step, alarm in _each_alarm(folder):
+            key = tuple(str(alarm.get(part) or "") for part in ("kind", "layer", "operand"))
+            groups.setdefault(key, []).append({"step": step, **alarm})
+        for (kind, layer, operand), found in groups.items():
+            rows.append(
+                {
+                    "alarm": kind.replace("_", " "),
+                    "what": found[0].get("text"),
+                    "suggestion": found[0].get("suggestion"),
+                    "run": name if len(runs) > 1 else None,
+                    "step": _steps([alarm["step"] for alarm in found]),
+                    "layer": layer or "(model)",
+                    "operand": operand or None,
+                    "figures": _figures(found[0].get("figures")),
+                }
+            )
+    if not rows:
+        return paragraph("No alarm was recorded.")
+    return table(
+        rows, "Alarms, those of one kind and place together, with the figures of the first"
+    )
+
+
+def _each_alarm(folder: RunFolder) -> Iterable[tuple[int, Mapping[str, Any]]]:
+    for record in folder.records["alarm"]:
+        if isinstance(record["alarm"], Mapping):
+            yield record["step"], record["alarm"]
+
+
+def _steps(steps: Sequence[int]) -> str:
+    return str(steps[0]) if len(steps) == 1 else f"{steps[0]} to {steps[-1]}, {len(steps)} times"
+
+
+def _figures(figures: Any) -> str | None:
+    if not isinstance(figures, Mapping) or not figures:
+        return None
+    texts = {
+        name: f"{value:.4g}" if isinstance(value, float) else str(value)
+        for name, value in figures.items()
+    }
+    return ", ".join(f"{name.replace('_', ' ')} {text}" for name, text in texts.items())
+
+
+def _losses(runs: Runs, training: Mapping[str, Mapping[str, Any]]) -> str:
+    evaluations = {
+        name: _curve(folder.records["eval_loss"], "eval_loss", "loss")
+        for name, folder in runs.items()
+    }
+    alarms: dict[str, Mapping[str, list[Any]]] = {}
+    for name, folder in runs.items():
+        by_step: dict[int, list[str]] = {}
+        for step, alarm in _each_alarm(folder):
+            text = f"{alarm.get('kind')} {alarm.get('layer') or ''}".strip()
+            by_step.setdefault(step, []).append(text)
+        texts = ["<br>".join(dict.fromkeys(lines)) for lines in by_step.values()]
+        alarms[name] = {"step": list(by_step), "text": texts}
+    if not any(curve["step"] for curve in [*training.values(), *evaluations.values()]):
+        return paragraph("No step and no evaluation was recorded.")
+    drawn = losses(training, evaluations, alarms)
+    scores = [
+        {"step": record["step"], "run": name if len(runs) > 1 else None}
+        | cells(
+            {key: record.get(key) for key in ("eval_loss", "accuracy")},
+            {"eval_loss": "evaluation loss"},
+        )
+        for name, folder in runs.items()
+        for record in folder.records["eval_loss"]
+    ]
+    return drawn + (table(scores, "Evaluations") if scores else paragraph("No evaluation yet."))
+
+
+def _costs(runs: Runs, training: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    times = {name: _curve(f.records["loss"], "step_ms", "value") for name, f in runs.items()}
+    parts = [records("times", "Time of the recorded steps.", "step (ms)", times, training)]
+    kinds = dict.fromkeys(
+        key for f in runs.values() for r in f.records["loss"] for key in r if key.endswith("_bytes")
+    )
+    for kind in kinds:
+        curves = {name: _curve(f.records["loss"], kind, "value") for name, f in runs.items()}
+        quantity = HEADINGS.get(kind, kind.replace("_", " "))
+        parts.append(records(kind, f"{quantity} by step.", quantity, curves, training))
+    if not parts[0]:
+        parts.append(paragraph("No step time was recorded."))
+    held = [key for f in runs.values() for key in f.documents.get(RESULT, {})]
+    if not kinds and not any(key.endswith("_bytes") for key in held):
+        parts.append(paragraph("Memory was not recorded: mixprec bench and compare measure it."))
+    return parts
+
+
+def _scales(runs: Runs, training: Mapping[str, Mapping[str, Any]]) -> str:
+    scales = {}
+    for name, folder in runs.items():
+        scaled = [r for r in folder.records["loss"] if (_number(r.get("loss_scale")) or 0) > 0]
+        counts = pairwise([0, *(_number(r.get("skipped")) or 0 for r in scaled)])
+        scales[name] = {
+            "step": [record["step"] for record in scaled],
+            "loss_scale": [record["loss_scale"] for record in scaled],
+            "skipped": [r["step"] for r, (a, b) in zip(scaled, counts, strict=True) if b > a],
+        }
+    drawn = loss_scales(scales, training)
+    if not drawn:
+        return paragraph("No loss scale: the base needs none, or no step was recorded.")
+    return drawn + paragraph(
+        "Between two records a step may have been skipped unseen; the cross is at the next record."
+    )
+
+
+def _statistics(runs: Runs) -> list[str]:
+    parts = []
+    for place, (name, folder) in enumerate(runs.items()):
+        drawn = heat_map(folder.records["statistics"], f"statistics-{place}", name)
+        absent = (
+            f"{name}: no statistics were recorded; [inspect] in the configuration asks for them."
+        )
+        parts.append(drawn or paragraph(absent))
+    return parts
+
+
+def _plans(runs: Runs) -> list[str]:
+    """What was planned beside what was measured, for figures that both have."""
+    parts = []
+    for name, folder in runs.items():
+        plan = folder.documents.get(PLAN)
+        if plan is None:
+            continue
+        measured = folder.documents.get(RESULT, {})
+        rows = [
+            {
+                "figure": HEADINGS.get(key, key.replace("_", " ")),
+                "planned": value,
+                "measured": measured.get(key),
+            }
+            for key, value in plan.items()
+            if _number(value) is not None
+        ]
+        parts.append(table(rows, f"{name}: plan beside measurement"))
+    return parts
+
+
+def _settings(caption: str, document_name: str, runs: Runs) -> str:
+    held = {
+        name: folder.documents[document_name]
+        for name, folder in runs.items()
+        if document_name in folder.documents
+    }
+    return settings_tables(caption, held) or paragraph("Not known.")
+
+
+def _curve(
+    lines: Sequence[Mapping[str, Any]], key: str, name: str | None = None
+) -> dict[str, list[Any]]:
+    """The steps of records that have a key, and its numbers; None for one that is not finite."""
+    held = [record for record in lines if key in record]
+    return {
+        "step": [record["step"] for record in held],
+        name or key: [_number(record[key]) for record in held],
+    }
+
+
+def _number(value: Any) -> float | None:
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None

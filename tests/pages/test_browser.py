@@ -1,0 +1,127 @@
+"""Pages in a headless Chromium: drawn, quiet, narrow, usable by keyboard, asking for nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mixprec.pages import bench, comparison
+from mixprec.pages.report import report
+from pages.browser import Browser, executable
+from pages.runs import LAYERS, write_run
+from pages.test_bench import RESULT as BENCHMARK
+from pages.test_comparison import with_scales
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(executable() is None, reason="no browser on this machine"),
+]
+PHONE, DESK = 390, 1280
+SIZES = """[...document.querySelectorAll(".js-plotly-plot")].map(plot => {
+  const {width, height} = plot.querySelector(".main-svg").getBoundingClientRect();
+  return [plot.id, Math.round(width), Math.round(height)]; })"""
+DRAWN = """[...document.querySelectorAll(".js-plotly-plot")].map(plot =>
+  plot.querySelectorAll("path.js-line, .point path, .hm image, .heatmaplayer image").length)"""
+SHOWN = "document.getElementById('statistics-0').data.findIndex(trace => trace.visible)"
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    path = executable()
+    assert path is not None
+    with Browser(path, tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A page of each kind."""
+    folder = tmp_path_factory.mktemp("pages")
+    first, second = write_run(folder / "first"), write_run(folder / "second", recipe="mxfp8")
+    failed = write_run(folder / "failed", records=[{"step": 1, "error": "not finite"}])
+    (failed / "result.json").unlink()
+    (folder / "compare.html").write_text(comparison.render(with_scales()))
+    (folder / "bench.html").write_text(bench.render(BENCHMARK))
+    return {
+        "run": Path(report(first)["page"]),
+        "runs": Path(report(first, against=second, out=folder / "against.html")["page"]),
+        "failed": Path(report(failed)["page"]),
+        "comparison": folder / "compare.html",
+        "benchmark": folder / "bench.html",
+    }
+
+
+@pytest.mark.parametrize("width", [PHONE, DESK])
+@pytest.mark.parametrize(
+    ("kind", "plots"),
+    [("run", 4), ("runs", 5), ("failed", 0), ("comparison", 2), ("benchmark", 1)],
+)
+def test_page_is_drawn_and_asks_for_nothing(
+    browser: Browser, pages: dict[str, Path], kind: str, plots: int, width: int
+) -> None:
+    browser.open(pages[kind], width=width)
+    assert browser.complaints() == []
+    assert browser.requested() == []
+    assert browser.evaluate("document.documentElement.scrollWidth") <= width
+    assert browser.evaluate("document.querySelector('h1').innerText.length") > 0
+    sizes = browser.evaluate(SIZES)
+    assert len(sizes) == plots
+    for name, plot_width, height in sizes:
+        assert 0.8 * width < plot_width <= width, name
+        assert height >= 200, name
+    assert all(count > 0 for count in browser.evaluate(DRAWN))
+
+
+def test_statistic_is_chosen_by_keyboard_and_its_table_follows(
+    browser: Browser, pages: dict[str, Path]
+) -> None:
+    browser.open(pages["run"])
+    assert browser.evaluate(SHOWN) == 0
+    for _ in range(40):
+        browser.press("Tab")
+        if browser.evaluate("document.activeElement.tagName") == "SELECT":
+            break
+    outline = browser.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+    assert outline == "solid", "the focus is seen"
+    browser.press("ArrowDown", "ArrowDown")
+    browser.evaluate("new Promise(done => setTimeout(done, 100))")
+    assert browser.evaluate(SHOWN) == 2
+    browser.press("Tab", "Enter")
+    browser.evaluate("new Promise(done => setTimeout(done, 100))")
+    rows = browser.evaluate(
+        """[...document.querySelectorAll('details[data-plot="statistics-0"] tr')].map(
+        row => [...row.cells].map(cell => cell.textContent))"""
+    )
+    names = [LAYERS[0], f"{LAYERS[1]} q", LAYERS[2]]
+    exponents = [["-2", "-4"], ["-1", "-3"], ["0", "-2"]]
+    table = [[name, *values] for name, values in zip(names, exponents, strict=True)]
+    assert rows == [["layer", "step 20", "step 40"], *table], "log2 of amax"
+
+
+def test_curves_are_a_table_too(browser: Browser, pages: dict[str, Path]) -> None:
+    browser.open(pages["run"], width=PHONE)
+    rows = browser.evaluate(
+        """(async () => { const box = document.querySelector('details[data-plot="curves"]');
+        box.open = true; await new Promise(done => setTimeout(done, 100));
+        return [...box.querySelectorAll("tr")].map(
+          row => [...row.cells].map(cell => cell.textContent)); })()"""
+    )
+    head = ["step", "first, training", "first, evaluation", "first: alarm"]
+    assert rows[0] == head
+    assert rows[5] == ["20", "1.5", "1.25", "saturation blocks.0.mlp.2"]
+    assert len(rows) == 11
+    assert browser.evaluate("document.documentElement.scrollWidth") <= PHONE
+
+
+def test_plots_follow_the_scheme(browser: Browser, pages: dict[str, Path]) -> None:
+    colors = """[getComputedStyle(document.body).backgroundColor,
+      getComputedStyle(document.querySelector("#curves .xtick text")).fill,
+      getComputedStyle(document.querySelector("#curves .bg") || document.body).fill]"""
+    browser.open(pages["run"])
+    light = browser.evaluate(colors)
+    browser.open(pages["run"], dark=True)
+    dark = browser.evaluate(colors)
+    assert light[:2] == ["rgb(255, 255, 255)", "rgb(27, 31, 36)"]
+    assert dark[:2] == ["rgb(20, 23, 27)", "rgb(230, 233, 236)"]
