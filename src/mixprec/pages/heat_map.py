@@ -103,7 +103,8 @@ def _maps(
     operands: Sequence[tuple[Any, ...]],
 ) -> list[tuple[tuple[str, str], dict[str, Any]]]:
     """Each statistic of each operand that has any: its group and name, and its trace."""
-    found, first = [], 0
+    found: list[tuple[tuple[str, str], dict[str, Any]]] = []
+    first = 0
     for statistic in STATISTICS:
         for operand in operands:
             cells = _cells(by_step, layers, operand, statistic)
