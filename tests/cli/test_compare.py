@@ -151,9 +151,9 @@ def test_level_of_the_environment_joins_the_recipes(
 
 
 def test_cells() -> None:
-    assert command._cell(None, ".2f") == "-"
-    assert command._cell(0.9612, ".2f", None, 100) == "96.12"
-    assert command._cell(-0.004, "+.2f", 0.001, 100) == "-0.40 ±0.10"
+    assert command._spread(None, ".2f", 0.1) == "-"
+    assert command._spread(0.9612, ".2f", None, 100) == "96.12"
+    assert command._spread(-0.004, "+.2f", 0.001, 100) == "-0.40 ±0.10"
 
 
 def test_no_finite_run_is_code_3(

@@ -7,30 +7,14 @@ from typing import Annotated, Any
 
 import typer
 
-from mixprec.cli.options import Json
-from mixprec.cli.output import console, print_json, print_table
+from mixprec.cli.options import Json, Recipes, names
+from mixprec.cli.output import MEMORY, console, megabytes, number, print_json, print_table
 
 ERROR = 1
-MEGABYTE = 1e6
 GIGABYTE = 1e9
-MEMORY = {
-    "param_bytes": "parameters",
-    "grad_bytes": "gradients",
-    "optimizer_bytes": "optimiser state",
-    "saved_bytes": "activations",
-    "peak_bytes": "peak",
-}
 CASE = "recipe mode batch"
 PROCESS_PEAK = "process_peak_bytes"
 
-Recipes = Annotated[
-    str | None,
-    typer.Option(
-        help="Names separated by commas; the others are compared with the first.",
-        metavar="A,B,C",
-        show_default=False,
-    ),
-]
 Base = Annotated[
     str | None,
     typer.Option(help="fp32, bf16 or fp16, for all recipes.", metavar="TYPE", show_default=False),
@@ -121,13 +105,13 @@ def steps(
         raise ValueError(f"order: got {order!r}; must be turns or alone")
     result = run(
         preset,
-        recipes=_names(recipes),
+        recipes=names(recipes),
         base=base,
-        modes=("eager", "compiled") if mode == "both" else _names(mode),
+        modes=("eager", "compiled") if mode == "both" else names(mode),
         batches=_batches(batch),
         steps=steps,
         warmup=warmup,
-        peers=_names(peers) or (),
+        peers=names(peers) or (),
         device=device,
         impl=impl,
         memory_limit=None if memory_limit is None else int(memory_limit * GIGABYTE),
@@ -166,7 +150,7 @@ def gemm(
 
     result = run(
         _shapes(shapes),
-        recipes=_names(recipes) or RECIPES,
+        recipes=names(recipes) or RECIPES,
         base=base,
         rounds=rounds,
         device=device,
@@ -219,20 +203,16 @@ def _written(
     return [f"result.json and bench.html are in {folder}"]
 
 
-def _names(listed: str | None) -> list[str] | None:
-    return None if listed is None else [name.strip() for name in listed.split(",")]
-
-
 def _batches(listed: str | None) -> list[int] | str | None:
-    names = _names(listed)
-    if names is None or names == ["auto"]:
+    sizes = names(listed)
+    if sizes is None or sizes == ["auto"]:
         return listed
-    return [_whole("batch", name) for name in names]
+    return [_whole("batch", size) for size in sizes]
 
 
 def _shapes(listed: str | None) -> list[tuple[int, int, int]] | None:
     found = []
-    for name in _names(listed) or []:
+    for name in names(listed) or []:
         sizes = [_whole("shapes", part) for part in name.split("x")]
         if len(sizes) not in (1, 3):
             raise ValueError(f"shapes: got {name!r}; a shape is N or MxKxN; write it so")
@@ -273,10 +253,10 @@ def _show_steps(result: Mapping[str, Any]) -> None:
                 f"{row['step_ms']:.1f}",
                 f"{row['step_ms_mean']:.1f}",
                 f"{row['throughput']:.4g}",
-                _cell(row["speedup"], ".2f"),
-                _cell(row["mfu"], ".1f", 100),
-                _cell(row["loss"], ".4f"),
-                _cell(row["seconds_to_loss"], ".3g"),
+                number(row["speedup"], ".2f"),
+                number(row["mfu"], ".1f", 100),
+                number(row["loss"], ".4f"),
+                number(row["seconds_to_loss"], ".3g"),
                 row["impl"],
             )
             for row in rows
@@ -294,12 +274,12 @@ def _show_memory(result: Mapping[str, Any]) -> None:
         kinds[PROCESS_PEAK] = "process peak"
     print_table(
         (CASE, *kinds.values()),
-        [(_case(row), *(_megabytes(row.get(key)) for key in kinds)) for row in rows],
+        [(_case(row), *(megabytes(row.get(key)) for key in kinds)) for row in rows],
         title="memory of a step, MB",
         numeric=kinds.values(),
     )
     if result["process_peak_bytes"] is not None:
-        peak = _megabytes(result["process_peak_bytes"])
+        peak = megabytes(result["process_peak_bytes"], 0)
         console().print(f"process peak {peak} MB: all rows and libraries together")
 
 
@@ -314,8 +294,8 @@ def _show_products(result: Mapping[str, Any]) -> None:
                     f"{row['shape']} {row['recipe']}",
                     f"{row['ms']:.3f}",
                     f"{row['tflops']:.4g}",
-                    _cell(row["ratio"], ".2f"),
-                    "/".join(_cell(value, ".0f") for value in row["sqnr"].values()),
+                    number(row["ratio"], ".2f"),
+                    "/".join(number(value, ".0f") for value in row["sqnr"].values()),
                     row["impl"],
                 )
                 for row in result["rows"]
@@ -329,11 +309,3 @@ def _show_products(result: Mapping[str, Any]) -> None:
 
 def _case(row: Mapping[str, Any]) -> str:
     return " ".join(str(row[key]) for key in CASE.split())
-
-
-def _megabytes(value: int | None) -> str:
-    return _cell(value, ".1f", 1 / MEGABYTE)
-
-
-def _cell(value: float | None, form: str, factor: float = 1) -> str:
-    return "-" if value is None else f"{value * factor:{form}}"

@@ -8,11 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from mixprec.cli.options import Base, Device, Json
-from mixprec.cli.output import console, print_json, print_table
+from mixprec.cli.options import Base, Device, Json, Recipes, names
+from mixprec.cli.output import MEMORY, console, megabytes, number, print_json, print_table
 from mixprec.cli.train import NON_FINITE
 
-MEGABYTE = 1e6
 COLUMNS = (
     "recipe",
     "train loss",
@@ -24,13 +23,6 @@ COLUMNS = (
     "ratio",
     "impl",
 )
-MEMORY = {
-    "param_bytes": "parameters",
-    "grad_bytes": "gradients",
-    "optimizer_bytes": "optimiser state",
-    "saved_bytes": "activations",
-    "peak_bytes": "peak",
-}
 
 
 def compare(
@@ -42,14 +34,7 @@ def compare(
             show_default=False,
         ),
     ] = None,
-    recipes: Annotated[
-        str | None,
-        typer.Option(
-            help="Names separated by commas; the others are compared with the first.",
-            metavar="A,B,C",
-            show_default=False,
-        ),
-    ] = None,
+    recipes: Recipes = None,
     steps: Annotated[
         int | None, typer.Option(help="Stop after so many optimizer steps.", show_default=False)
     ] = None,
@@ -87,13 +72,13 @@ def compare(
 
     result = run(
         config,
-        recipes=_names(recipes),
+        recipes=names(recipes),
         steps=steps,
         seeds=seeds,
         out=out,
         device=device,
         base=base,
-        accumulate=_names(accumulate),
+        accumulate=names(accumulate),
         console=Console(stderr=as_json),
     )
     if out is not None:
@@ -108,10 +93,6 @@ def compare(
         raise typer.Exit(NON_FINITE)
 
 
-def _names(listed: str | None) -> list[str] | None:
-    return None if listed is None else [name.strip() for name in listed.split(",")]
-
-
 def _show(result: Mapping[str, Any]) -> None:
     runs = result["runs"]
     seeds = ", ".join(map(str, result["seeds"]))
@@ -123,10 +104,7 @@ def _show(result: Mapping[str, Any]) -> None:
     )
     print_table(
         ("recipe", *MEMORY.values()),
-        [
-            (run["recipe"], *(_cell(run[key], ".2f", None, 1 / MEGABYTE) for key in MEMORY))
-            for run in runs
-        ],
+        [(run["recipe"], *(megabytes(run[key]) for key in MEMORY)) for run in runs],
         title="memory of a step, MB",
         numeric=MEMORY.values(),
     )
@@ -136,8 +114,8 @@ def _show(result: Mapping[str, Any]) -> None:
         if run["loss_scale"] is not None:
             console().print(_scale_line(run, result["seeds"]))
     if result["process_peak_bytes"] is not None:
-        peak = result["process_peak_bytes"] / MEGABYTE
-        console().print(f"process peak {peak:.0f} MB: all runs, libraries and data together")
+        peak = megabytes(result["process_peak_bytes"], 0)
+        console().print(f"process peak {peak} MB: all runs, libraries and data together")
     for note in result["notes"]:
         console().print(note)
 
@@ -155,20 +133,22 @@ def _row(run: Mapping[str, Any]) -> tuple[str, ...]:
     spread = run["spread"]
     return (
         run["recipe"],
-        _cell(run["train_loss"], ".4f", spread["train_loss"]),
-        _cell(run["loss"], ".4f", spread["loss"]),
-        _cell(run["accuracy"], ".2f", spread["accuracy"], 100),
-        _cell(run["accuracy_difference"], "+.2f", spread["accuracy_difference"], 100),
-        "/".join(_cell(run["sqnr"][kind], ".0f") for kind in "xwg"),
-        _cell(run["step_ms"], ".1f"),
-        _cell(run["step_ratio"], ".2f"),
+        _spread(run["train_loss"], ".4f", spread["train_loss"]),
+        _spread(run["loss"], ".4f", spread["loss"]),
+        _spread(run["accuracy"], ".2f", spread["accuracy"], 100),
+        _spread(run["accuracy_difference"], "+.2f", spread["accuracy_difference"], 100),
+        "/".join(number(run["sqnr"][kind], ".0f") for kind in "xwg"),
+        number(run["step_ms"], ".1f"),
+        number(run["step_ratio"], ".2f"),
         run["impl"],
     )
 
 
-def _cell(value: float | None, form: str, deviation: float | None = None, factor: float = 1) -> str:
-    """A number, with its deviation over the seeds if there is one; a dash where it is unknown."""
-    if value is None:
-        return "-"
-    text = f"{value * factor:{form}}"
-    return text if deviation is None else f"{text} ±{deviation * factor:{form.lstrip('+')}}"
+def _spread(value: float | None, form: str, deviation: float | None, factor: float = 1) -> str:
+    """A number, with its deviation over the seeds if there is one."""
+    text = number(value, form, factor)
+    return (
+        text
+        if None in (value, deviation)
+        else f"{text} ±{number(deviation, form.lstrip('+'), factor)}"
+    )

@@ -24,7 +24,20 @@ Base = Annotated[
         show_default=False,
     ),
 ]
+Recipes = Annotated[
+    str | None,
+    typer.Option(
+        help="Names separated by commas; the others are compared with the first.",
+        metavar="A,B,C",
+        show_default=False,
+    ),
+]
 Device = Annotated[
     str | None,
     typer.Option(help="auto, cpu, mps, cuda or cuda:N; over the file.", show_default=False),
 ]
+
+
+def names(listed: str | None) -> list[str] | None:
+    """The words of an option that takes several; None where it was not given."""
+    return None if listed is None else [name.strip() for name in listed.split(",")]

@@ -14,6 +14,14 @@ from rich.table import Table
 if TYPE_CHECKING:
     from mixprec.support import Support
 
+MEMORY = {
+    "param_bytes": "parameters",
+    "grad_bytes": "gradients",
+    "optimizer_bytes": "optimiser state",
+    "saved_bytes": "activations",
+    "peak_bytes": "peak",
+}
+_MEGABYTE = 1e6
 _GAP = 3
 _MARGINS = 2
 
@@ -65,6 +73,16 @@ def print_table(
         for row in cells:
             table.add_row(*(row[i] for i in group))
         out.print(table)
+
+
+def number(value: float | None, form: str, factor: float = 1) -> str:
+    """A number as a cell; a dash where it is unknown."""
+    return "-" if value is None else f"{value * factor:{form}}"
+
+
+def megabytes(value: int | None, digits: int = 2) -> str:
+    """Bytes as a cell, in 10^6."""
+    return number(value, f".{digits}f", 1 / _MEGABYTE)
 
 
 def _least_width(heading: str, cells: Sequence[str], *, whole: bool) -> int:
