@@ -86,7 +86,7 @@ def test_against_another_run(folder: Path, tmp_path: Path) -> None:
     names = [trace["name"] for trace in traces(text, "curves")]
     assert names == ["first, training", "first, evaluation", "first: alarm", "second, training"]
     assert page.table("Alarms")[0]["run"] == "first"
-    absent = "second: no statistics were recorded; [inspect] in the configuration asks for them."
+    absent = "second: no statistics were recorded; inspect.every=100 asks for them."
     assert absent in page.paragraphs
 
 

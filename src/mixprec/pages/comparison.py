@@ -15,6 +15,7 @@ from mixprec.pages.page import (
     settings_tables,
     table,
 )
+from mixprec.pages.planned import plan_table
 
 CURVE = "curve"
 SCALE_CURVE = "scale_curve"
@@ -26,7 +27,7 @@ _HEADINGS = HEADINGS | {
 }
 
 
-def render(result: Mapping[str, Any]) -> str:
+def render(result: Mapping[str, Any], plan: Mapping[str, Any] | None = None) -> str:
     """One HTML page of a comparison's result, plotting library included, so it needs no network.
 
     Args:
@@ -37,6 +38,7 @@ def render(result: Mapping[str, Any]) -> str:
             each skipped step; every other entry becomes a cell, a mapping (SQNR by operand) one for
             each of its own entries. None, which stands for a number that is not
             known or not finite, leaves the cell empty, and a column with nothing else is left out.
+        plan: What ``mixprec plan --json`` prints, set beside the figures.
 
     Returns:
         The text of the page.
@@ -54,6 +56,9 @@ def render(result: Mapping[str, Any]) -> str:
         Section("Figures", [table([_cells(run) for run in runs], "Each recipe's figures")]),
         Section("Loss", [losses(training)]),
         Section("Loss scale", [loss_scales(scales, training)]),
+        Section(
+            "Plan", [plan_table(plan, {str(run["recipe"]): run for run in runs}) if plan else ""]
+        ),
         Section(
             "Environment",
             [settings_tables("What it ran on", {"value": result.get("environment", {})})],

@@ -20,6 +20,7 @@ HEADINGS = {
     "skipped": "skipped steps",
     "param_bytes": "parameters (bytes)",
     "grad_bytes": "gradients (bytes)",
+    "master_bytes": "masters (bytes)",
     "optimizer_bytes": "optimiser state (bytes)",
     "saved_bytes": "activations (bytes)",
     "peak_bytes": "peak of live tensors (bytes)",
@@ -171,9 +172,14 @@ def _flattened(values: Mapping[str, Any], path: str = "") -> dict[str, str]:
     return found
 
 
+def number(value: Any) -> float | None:
+    """The value where it is a number, else None."""
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
 def _is_number(value: Any) -> bool:
     """Whether a value stands in a column of numbers; nothing stands in any."""
-    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+    return value is None or number(value) is not None
 
 
 def _class(is_text: bool, value: Any = None) -> str:
@@ -185,6 +191,6 @@ def _written(value: Any) -> str:
     """Numbers to four digits, whole numbers in groups of three, lists joined."""
     if value is None:
         return ""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if number(value) is None:
         return escape(", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value))
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"

@@ -7,13 +7,23 @@ from pathlib import Path
 from typing import Any
 
 from mixprec.pages import bench, comparison, run
-from mixprec.pages.run_folder import RESULT, RunFolder, read
+from mixprec.pages.run_folder import PLAN, RESULT, RunFolder, read
 
 _PAGE = "report.html"
-_TABLES: Mapping[str, tuple[frozenset[str], Callable[[Mapping[str, Any]], str]]] = {
-    "comparison": (frozenset({"model", "data", "notes", "runs"}), comparison.render),
-    "products": (frozenset({"rows", "pays", "notes"}), bench.render_products),
-    "benchmark": (frozenset({"model", "rows", "skipped", "order", "notes"}), bench.render),
+# What a result of each kind has, and what renders it.
+_TABLES: Mapping[str, tuple[frozenset[str], Callable[[RunFolder], str]]] = {
+    "comparison": (
+        frozenset({"model", "data", "notes", "runs"}),
+        lambda folder: comparison.render(folder.documents[RESULT], folder.documents.get(PLAN)),
+    ),
+    "products": (
+        frozenset({"rows", "pays", "notes"}),
+        lambda folder: bench.render_products(folder.documents[RESULT]),
+    ),
+    "benchmark": (
+        frozenset({"model", "rows", "skipped", "order", "notes"}),
+        lambda folder: bench.render(folder.documents[RESULT]),
+    ),
 }
 
 
@@ -46,7 +56,7 @@ def report(
         )
     page = folder.path / _PAGE if out is None else Path(out)
     if kinds[0] in _TABLES:
-        text = _TABLES[kinds[0]][1](folder.documents[RESULT])
+        text = _TABLES[kinds[0]][1](folder)
         found: dict[str, Any] = {}
     else:
         text = run.render(folder, other)

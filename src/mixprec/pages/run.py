@@ -13,10 +13,12 @@ from mixprec.pages.page import (
     Section,
     cells,
     document,
+    number,
     paragraph,
     settings_tables,
     table,
 )
+from mixprec.pages.planned import plan_table
 from mixprec.pages.run_folder import CONFIG, ENVIRONMENT, PLAN, RESULT, RunFolder
 
 _HEADINGS = HEADINGS | {"loss": "evaluation loss", "train_loss": "training loss, last step"}
@@ -190,8 +192,8 @@ def _costs(runs: Runs, training: Mapping[str, Mapping[str, Any]]) -> list[str]:
 def _scales(runs: Runs, training: Mapping[str, Mapping[str, Any]]) -> str:
     scales = {}
     for name, folder in runs.items():
-        scaled = [r for r in folder.records["loss"] if (_number(r.get("loss_scale")) or 0) > 0]
-        counts = pairwise([0, *(_number(r.get("skipped")) or 0 for r in scaled)])
+        scaled = [r for r in folder.records["loss"] if (number(r.get("loss_scale")) or 0) > 0]
+        counts = pairwise([0, *(number(r.get("skipped")) or 0 for r in scaled)])
         scales[name] = {
             "step": [record["step"] for record in scaled],
             "loss_scale": [record["loss_scale"] for record in scaled],
@@ -209,31 +211,17 @@ def _statistics(runs: Runs) -> list[str]:
     parts = []
     for place, (name, folder) in enumerate(runs.items()):
         drawn = heat_map(folder.records["statistics"], f"statistics-{place}", name)
-        absent = (
-            f"{name}: no statistics were recorded; [inspect] in the configuration asks for them."
-        )
+        absent = f"{name}: no statistics were recorded; inspect.every=100 asks for them."
         parts.append(drawn or paragraph(absent))
     return parts
 
 
 def _plans(runs: Runs) -> list[str]:
-    """What was planned beside what was measured, for figures that both have."""
     parts = []
-    for name, folder in runs.items():
-        plan = folder.documents.get(PLAN)
-        if plan is None:
-            continue
-        measured = folder.documents.get(RESULT, {})
-        rows = [
-            {
-                "figure": HEADINGS.get(key, key.replace("_", " ")),
-                "planned": value,
-                "measured": measured.get(key),
-            }
-            for key, value in plan.items()
-            if _number(value) is not None
-        ]
-        parts.append(table(rows, f"{name}: plan beside measurement"))
+    for folder in runs.values():
+        if PLAN in folder.documents:
+            result = folder.documents.get(RESULT, {})
+            parts.append(plan_table(folder.documents[PLAN], {str(result.get("recipe")): result}))
     return parts
 
 
@@ -253,9 +241,5 @@ def _curve(
     held = [record for record in lines if key in record]
     return {
         "step": [record["step"] for record in held],
-        name or key: [_number(record[key]) for record in held],
+        name or key: [number(record[key]) for record in held],
     }
-
-
-def _number(value: Any) -> float | None:
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
