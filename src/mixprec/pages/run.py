@@ -203,7 +203,7 @@ def _scales(runs: Runs, training: Mapping[str, Mapping[str, Any]]) -> str:
     if not drawn:
         return paragraph("No loss scale: the base needs none, or no step was recorded.")
     return drawn + paragraph(
-        "Between two records a step may have been skipped unseen; the cross is at the next record."
+        "A step skipped between two records is marked at the next record."
     )
 
 
