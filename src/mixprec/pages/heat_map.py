@@ -70,7 +70,7 @@ def heat_map(samples: Sequence[Mapping[str, Any]], name: str, run: str) -> str:
     layers = list(dict.fromkeys(key[:2] for _, rows in by_step for key in rows))
     most = max(FEWEST_STEPS, MOST_CELLS // (len(layers) * len(operands) * len(STATISTICS)))
     # counted from the end, so that the newest is among them
-    shown = by_step[:: -1][:: -(-len(by_step) // most)][::-1]
+    shown = by_step[::-1][:: -(-len(by_step) // most)][::-1]
     chosen = _maps(shown, layers, operands)
     left_out = "" if len(shown) == len(by_step) else f", {len(shown)} of {len(by_step)} samples"
     labels = [_label(layer) for layer in layers]

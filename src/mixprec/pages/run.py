@@ -202,9 +202,7 @@ def _scales(runs: Runs, training: Mapping[str, Mapping[str, Any]]) -> str:
     drawn = loss_scales(scales, training)
     if not drawn:
         return paragraph("No loss scale: the base needs none, or no step was recorded.")
-    return drawn + paragraph(
-        "A step skipped between two records is marked at the next record."
-    )
+    return drawn + paragraph("A step skipped between two records is marked at the next record.")
 
 
 def _statistics(runs: Runs) -> list[str]:
