@@ -55,6 +55,7 @@ LAYERS = [
     "survey",
     "launch",
     "explanation",
+    "layer_errors",
     "mixprec",  # the package's own __init__, which re-exports the public names
     "cli",
 ]

@@ -6,6 +6,7 @@ from mixprec.contraction import einsum
 from mixprec.explanation import explain
 from mixprec.formats import FORMATS, FloatFormat, finfo
 from mixprec.gemm import GemmSpec, quantized_matmul
+from mixprec.layer_errors import RecipeError, recipe_errors
 from mixprec.nn import (
     Report,
     attach,
@@ -36,6 +37,7 @@ __all__ = [
     "QuantSpec",
     "QuantizedTensor",
     "Recipe",
+    "RecipeError",
     "Report",
     "attach",
     "compare",
@@ -51,6 +53,7 @@ __all__ = [
     "quantize",
     "quantize_error",
     "quantized_matmul",
+    "recipe_errors",
     "resolve",
     "revert",
     "round_to_format",

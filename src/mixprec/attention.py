@@ -34,6 +34,7 @@ def attention(
     noise: Noise | None = None,
     impl: str = "auto",
     state: LinearState | None = None,
+    values_state: LinearState | None = None,
 ) -> Tensor:
     """``torch.nn.functional.scaled_dot_product_attention``, its products by a recipe.
 
@@ -52,6 +53,7 @@ def attention(
         enable_gqa: Heads of key and value serve several of query's.
         recipe, noise, impl: As in ``mixprec.linear``; no delayed scaling.
         state: Of the first entry's first product, whose backward counts the noise step.
+        values_state: Of the first entry's second product.
 
     Returns:
         [..., H, L, V] in query's type. Scores are rounded to that type; softmax runs in float32.
@@ -90,4 +92,12 @@ def attention(
         p = wide.masked_fill(sees_nothing, 0.0).softmax(-1).masked_fill(sees_nothing, 0.0)
     p = torch.nn.functional.dropout(p, dropout_p).to(scores.dtype)
     second = None if noise is None else replace(noise, stream=noise.stream + _SECOND_PRODUCT)
-    return einsum("...ls,...sv->...lv", p, value, recipe=recipe, noise=second, impl=impl)
+    return einsum(
+        "...ls,...sv->...lv",
+        p,
+        value,
+        recipe=recipe,
+        noise=second,
+        impl=impl,
+        state=values_state,
+    )

@@ -301,6 +301,8 @@ def product(
     _check_state(recipe, plan)
     with recomputed_alike(), without_modes():
         out = _Linear.apply(x, weight, bias, plan)[0]
+        for observer in state.observers:
+            observer(plan, x, weight, out)
     _tell(given, weight, recipe, plan)
     return out if windows is not None else out.reshape(*leading, weight.shape[0])
 

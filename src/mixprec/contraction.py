@@ -79,7 +79,7 @@ class _Products:
                 recipe=self.recipe,
                 noise=self._noise(first + i),
                 impl=self.impl,
-                state=None if first + i else self.state,
+                state=self.state.later() if self.state and first + i else self.state,
             )
             for i, (a_MK, b_NK) in enumerate(zip(a_BMK, b_BNK, strict=True))
         ]

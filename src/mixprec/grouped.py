@@ -72,7 +72,7 @@ def grouped_mm(
             recipe=recipe,
             noise=noise and replace(noise, stream=noise.stream + _STREAMS_PER_GROUP * group),
             impl=impl,
-            state=None if group else state,
+            state=state.later() if state and group else state,
         )
         for group, (part, weight) in enumerate(zip(rows, mat_b, strict=True))
     ]

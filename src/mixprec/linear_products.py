@@ -11,6 +11,7 @@ import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -52,6 +53,13 @@ class HeldWeight:
         return self._operands[position]
 
 
+class Observer(Protocol):
+    """Is told of a product once its output is there, and changes nothing."""
+
+    def __call__(self, plan: Plan, x: Tensor, weight: Tensor, out: Tensor) -> None:
+        """x as the plan takes it, weight [N, K] and out [M, N], whose gradient a hook gets."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearState:
     """Numerics state of one product of a layer: read in forward and backward, updated in place.
@@ -62,6 +70,7 @@ class LinearState:
         records_backward: Whether backward records amaxes.
         counts_noise: Whether a recording backward counts the noise step.
         held: Where the weight's operands are kept for later calls; None makes them anew.
+        observers: Who is told of the product.
     """
 
     delayed: tuple[DelayedState | None, ...] = (None,) * 6
@@ -69,6 +78,11 @@ class LinearState:
     records_backward: bool = False
     counts_noise: bool = True
     held: HeldWeight | None = None
+    observers: tuple[Observer, ...] = ()
+
+    def later(self) -> LinearState:
+        """Of a further product of the same call, which records and counts nothing itself."""
+        return LinearState(records_forward=self.records_forward, observers=self.observers)
 
 
 def shared_positions(recipe: Recipe) -> frozenset[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -14,8 +14,10 @@ from torch import Tensor
 
 from mixprec.noise import Noise
 from mixprec.quant_spec import QuantSpec
+from mixprec.quantization import QuantizedTensor, quantize
 from mixprec.quantization_error import ErrorFigures, quantize_error
-from mixprec.recipes import RECIPES, Recipe, operands
+from mixprec.recipes import OPERANDS, RECIPES, Recipe, operands
+from mixprec.scaling import delayed_state
 
 _SHAPE = (512, 1024)
 _SPREAD = 2.0
@@ -32,13 +34,18 @@ class WhatIf:
 
 
 def what_if(
-    x: Tensor, recipes: Iterable[Recipe] = RECIPES.values(), *, seed: int = 0
+    x: Tensor,
+    recipes: Iterable[Recipe] = RECIPES.values(),
+    *,
+    paths: Collection[str] = OPERANDS,
+    seed: int = 0,
 ) -> tuple[WhatIf, ...]:
     """A tensor under every distinct operand of recipes, in the recipes' order.
 
     Args:
         x: [..., contraction], a floating-point type of at most 64 bits.
         recipes: Those that quantise nothing add no row.
+        paths: Which of the operands.
         seed: Of the noise of stochastic rounding.
 
     Returns:
@@ -47,7 +54,7 @@ def what_if(
     uses: dict[QuantSpec, dict[str, tuple[str, ...]]] = {}
     for recipe in recipes:
         for path, spec in operands(recipe).items():
-            if spec is not None:
+            if spec is not None and path in paths:
                 mine = uses.setdefault(spec, {})
                 mine[str(recipe)] = (*mine.get(str(recipe), ()), path)
     return tuple(
@@ -58,6 +65,13 @@ def what_if(
 
 def _figures(x: Tensor, spec: QuantSpec, seed: int) -> ErrorFigures:
     return quantize_error(x, spec, noise=Noise(seed=seed) if spec.is_stochastic else None)
+
+
+def first_use(x: Tensor, spec: QuantSpec, *, seed: int = 0) -> QuantizedTensor:
+    """x [..., contraction] as an operand whose error ``what_if`` tells: nothing went before it."""
+    noise = Noise(seed=seed) if spec.is_stochastic else None
+    state = delayed_state(spec.amax_history_len, x.device) if spec.is_delayed else None
+    return quantize(x, spec, noise=noise, state=state)
 
 
 def _normal(generator: torch.Generator) -> Tensor:

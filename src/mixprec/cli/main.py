@@ -17,6 +17,7 @@ import typer
 from mixprec.cli.bench import bench
 from mixprec.cli.compare import compare
 from mixprec.cli.doctor import doctor
+from mixprec.cli.errors import errors
 from mixprec.cli.exec import exec_
 from mixprec.cli.explain import explain
 from mixprec.cli.formats import formats
@@ -67,7 +68,7 @@ def _options(
     context.obj["debug"] = debug
 
 
-for command in (formats, recipes, doctor, explain, train, report):
+for command in (formats, recipes, doctor, explain, errors, train, report):
     app.command()(command)
 app.command(short_help="One model under several recipes, one table.")(compare)
 app.add_typer(bench, name="bench", short_help="Step time and memory by recipe; GEMM tables.")

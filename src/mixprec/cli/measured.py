@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from mixprec.cli.output import console, print_json, print_table
@@ -71,8 +71,16 @@ def _cells(row: WhatIf) -> tuple[str, ...]:
 def _data(row: WhatIf) -> dict[str, Any]:
     from mixprec.serialization import to_plain
 
-    figures = {
-        name: value if math.isfinite(value) else str(value)
-        for name, value in to_plain(row.figures).items()
+    return {
+        "spec": to_plain(row.spec),
+        "uses": dict(row.uses),
+        **finite_or_text(to_plain(row.figures)),
     }
-    return {"spec": to_plain(row.spec), "uses": dict(row.uses), **figures}
+
+
+def finite_or_text(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Figures with those that JSON has no number for as text, ``inf`` and ``nan``."""
+    return {
+        name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in figures.items()
+    }

@@ -101,7 +101,8 @@ class QuantizedCalls(QuantizedLayer):
             recipe=self.recipe,
             noise=self.noise(ATTENTION),
             impl=self.impl,
-            state=self._counting(),
+            state=self._counting("scores"),
+            values_state=self._counting("values").later(),
         )
 
     def _grouped(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -111,8 +112,13 @@ class QuantizedCalls(QuantizedLayer):
             recipe=self.recipe,
             noise=self.noise(GROUPED),
             impl=self.impl,
-            state=self._counting(),
+            state=self._counting(GROUPED),
         )
 
-    def _counting(self) -> LinearState:
-        return LinearState(records_backward=self.training)
+    def _counting(self, name: str) -> LinearState:
+        """Of the first product of a name, as observers are told it."""
+        return LinearState(
+            records_forward=self._is_recording(),
+            records_backward=self.training,
+            observers=self._told(name),
+        )

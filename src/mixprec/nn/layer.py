@@ -7,6 +7,7 @@ with one product a forward pass names it ""; the others name theirs.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar, Self
@@ -15,7 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from mixprec.autograd import product
-from mixprec.linear_products import HeldWeight, LinearState, delayed_positions
+from mixprec.linear_products import (
+    HeldWeight,
+    LinearState,
+    Observer,
+    Plan,
+    delayed_positions,
+)
 from mixprec.noise import Noise
 from mixprec.recipes import OPERANDS, Recipe
 from mixprec.scaling import DelayedState, split_state
@@ -36,6 +43,7 @@ NUMERICS_ATTRIBUTES = (
     "_histories",
     "_seen",
     "_held",
+    "observers",
 )
 """What a converted layer has beside its buffers."""
 
@@ -44,6 +52,10 @@ def _is_recomputing() -> bool:
     """Whether this forward runs inside a backward pass, as activation checkpointing does."""
     # Dynamo cannot trace the question; a compiled graph recomputes nothing of its own accord
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def _is_traced() -> bool:
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
 
 
 def _step_name(name: str) -> str:
@@ -66,6 +78,8 @@ class QuantizedLayer(nn.Module):
         impl: The implementation asked for.
         noise_seed, noise_stream: Seed and first stream of its stochastic rounding.
         cache_weights: Whether quantised weights are kept until the weight changes.
+        observers: Told of each product, with its name before ``Observer``'s arguments; in training
+            its state records backward.
     """
 
     reuses_weights: ClassVar[bool] = False
@@ -75,6 +89,7 @@ class QuantizedLayer(nn.Module):
     noise_seed: int
     noise_stream: int
     cache_weights: bool
+    observers: tuple[Callable[[str, Plan, Tensor, Tensor, Tensor], None], ...] = ()
     _histories: dict[str, tuple[str, ...]]
     _seen: dict[str, tuple[weakref.ref[Tensor], int]]
     _held: dict[tuple[str, int], HeldWeight]
@@ -161,7 +176,7 @@ class QuantizedLayer(nn.Module):
         """
         owner = weight if owner is None else owner
         delayed = self.delayed_states(name)
-        records = self.training and not _is_recomputing()
+        records = self._is_recording()
         if records and any(state is not None for state in delayed):
             self._check_synced(name, owner)
         state = LinearState(
@@ -171,6 +186,7 @@ class QuantizedLayer(nn.Module):
             counts_noise=entry == 0,
             # the whole parameter is the same in every product
             held=self._held_weight(name, 0 if weight is owner else entry, owner),
+            observers=self._told(name),
         )
         return product(
             x,
@@ -182,6 +198,9 @@ class QuantizedLayer(nn.Module):
             state=state,
             windows=windows,
         )
+
+    def _is_recording(self) -> bool:
+        return self.training and not _is_recomputing()
 
     def noise(self, name: str = "", entry: int = 0) -> Noise | None:
         """The noise of a product's next pass; None where nothing is rounded stochastically."""
@@ -196,10 +215,14 @@ class QuantizedLayer(nn.Module):
         packed = (self._buffers.get(buffer) for buffer in self._histories.get(name, _NO_HISTORIES))
         return tuple(None if state is None else split_state(state) for state in packed)
 
+    def _told(self, name: str) -> tuple[Observer, ...]:
+        if not self.observers or _is_traced():
+            return ()
+        return tuple(functools.partial(observer, name) for observer in self.observers)
+
     def _held_weight(self, name: str, entry: int, owner: Tensor) -> HeldWeight | None:
         # a compiled graph quantises the weight as one of its operations; a mapped one has many
-        is_traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-        if is_traced or not (self.cache_weights or self.reuses_weights):
+        if _is_traced() or not (self.cache_weights or self.reuses_weights):
             return None
         # what inference mode makes could not be kept for a backward pass
         if torch.is_inference_mode_enabled() or owner.is_inference():
@@ -242,8 +265,8 @@ class QuantizedLayer(nn.Module):
         self.forget_weight()
 
     def __getstate__(self) -> dict[str, Any]:
-        # a copy has another weight, and a weak reference cannot be pickled
-        return self.__dict__ | {"_seen": {}, "_held": {}}
+        # a copy has another weight and is nobody's to watch; a weak reference cannot be pickled
+        return self.__dict__ | {"_seen": {}, "_held": {}, "observers": ()}
 
     def extra_repr(self) -> str:
         """The layer's own, and what it multiplies by."""
