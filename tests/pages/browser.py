@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import select
@@ -14,6 +13,9 @@ from typing import Any, Self
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 SECONDS = 60
+# plots are drawn anew a moment after a change of the window
+_DRAWN = """new Promise(done => setTimeout(
+  () => requestAnimationFrame(() => setTimeout(done, 0)), 200))"""
 
 
 def executable() -> str | None:
@@ -90,22 +92,26 @@ class Browser:
         text, _, self._unread = self._unread.partition(b"\0")
         return json.loads(text)
 
-    def open(self, page: Path, *, width: int = 1280, height: int = 900, dark: bool = False) -> None:
-        """Loads a file and waits until it is drawn."""
-        self.send(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=1,
-            mobile=width < 600,
-        )
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.send("Emulation.setEmulatedMedia", features=[scheme])
+    def open(self, page: Path, *, width: int = 1280) -> None:
+        """Loads a file, in the light scheme, and waits until it is drawn."""
+        self.scheme("light")
+        self.resize(width)
         self.events.clear()
         self.send("Page.navigate", url=page.resolve().as_uri())
         while not any(event.get("method") == "Page.loadEventFired" for event in self.events):
             self.events.append(self._message())
-        self.evaluate("new Promise(done => requestAnimationFrame(() => setTimeout(done, 0)))")
+        self.evaluate(_DRAWN)
+
+    def resize(self, width: int, height: int = 900) -> None:
+        """A window of this width, a phone's below 600."""
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+        self.send("Emulation.setDeviceMetricsOverride", **size)
+        self.evaluate(_DRAWN)
+
+    def scheme(self, name: str) -> None:
+        """The system's scheme of colours, light or dark."""
+        scheme = {"name": "prefers-color-scheme", "value": name}
+        self.send("Emulation.setEmulatedMedia", features=[scheme])
 
     def evaluate(self, expression: str) -> Any:
         """The value of an expression of the page's script; promises are waited for."""
@@ -123,11 +129,6 @@ class Browser:
             typed = {"text": "\r"} if key == "Enter" else {}
             self.send("Input.dispatchKeyEvent", type="keyDown", **names, **typed)
             self.send("Input.dispatchKeyEvent", type="keyUp", **names)
-
-    def screenshot(self, path: Path, whole: bool = True) -> None:
-        """A picture of the page."""
-        taken = self.send("Page.captureScreenshot", captureBeyondViewport=whole)
-        path.write_bytes(base64.b64decode(taken["data"]))
 
     def requested(self) -> list[str]:
         """Addresses that the page asked for, itself and what it holds apart."""

@@ -53,25 +53,38 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-@pytest.mark.parametrize("width", [PHONE, DESK])
 @pytest.mark.parametrize(
     ("kind", "plots"),
     [("run", 4), ("runs", 5), ("failed", 0), ("comparison", 2), ("benchmark", 1)],
 )
-def test_page_is_drawn_and_asks_for_nothing(
-    browser: Browser, pages: dict[str, Path], kind: str, plots: int, width: int
+def test_page_is_drawn_at_any_width_and_asks_for_nothing(
+    browser: Browser, pages: dict[str, Path], kind: str, plots: int
 ) -> None:
-    browser.open(pages[kind], width=width)
+    browser.open(pages[kind], width=PHONE)
+    for width in (PHONE, DESK):
+        browser.resize(width)
+        assert browser.evaluate("document.documentElement.scrollWidth") <= width
+        sizes = browser.evaluate(SIZES)
+        assert len(sizes) == plots
+        for name, plot_width, height in sizes:
+            assert 0.8 * width < plot_width <= width, name
+            assert height >= 200, name
+        assert all(count > 0 for count in browser.evaluate(DRAWN))
+    assert browser.evaluate("document.querySelector('h1').innerText.length") > 0
     assert browser.complaints() == []
     assert browser.requested() == []
-    assert browser.evaluate("document.documentElement.scrollWidth") <= width
-    assert browser.evaluate("document.querySelector('h1').innerText.length") > 0
-    sizes = browser.evaluate(SIZES)
-    assert len(sizes) == plots
-    for name, plot_width, height in sizes:
-        assert 0.8 * width < plot_width <= width, name
-        assert height >= 200, name
-    assert all(count > 0 for count in browser.evaluate(DRAWN))
+
+
+def test_browser_tells_of_requests_errors_and_width(browser: Browser, tmp_path: Path) -> None:
+    page = tmp_path / "bad.html"
+    page.write_text(
+        '<img src="http://127.0.0.1:9/x.png"><p style="width: 500px">x</p>'
+        "<script>throw new Error('of the page')</script>"
+    )
+    browser.open(page, width=PHONE)
+    assert browser.requested() == ["http://127.0.0.1:9/x.png"]
+    assert "of the page" in "".join(browser.complaints())
+    assert browser.evaluate("document.documentElement.scrollWidth") > PHONE
 
 
 def test_statistic_is_chosen_by_keyboard_and_its_table_follows(
@@ -117,11 +130,8 @@ def test_curves_are_a_table_too(browser: Browser, pages: dict[str, Path]) -> Non
 
 def test_plots_follow_the_scheme(browser: Browser, pages: dict[str, Path]) -> None:
     colors = """[getComputedStyle(document.body).backgroundColor,
-      getComputedStyle(document.querySelector("#curves .xtick text")).fill,
-      getComputedStyle(document.querySelector("#curves .bg") || document.body).fill]"""
+      getComputedStyle(document.querySelector("#curves .xtick text")).fill]"""
     browser.open(pages["run"])
-    light = browser.evaluate(colors)
-    browser.open(pages["run"], dark=True)
-    dark = browser.evaluate(colors)
-    assert light[:2] == ["rgb(255, 255, 255)", "rgb(27, 31, 36)"]
-    assert dark[:2] == ["rgb(20, 23, 27)", "rgb(230, 233, 236)"]
+    assert browser.evaluate(colors) == ["rgb(255, 255, 255)", "rgb(27, 31, 36)"]
+    browser.scheme("dark")
+    assert browser.evaluate(colors) == ["rgb(20, 23, 27)", "rgb(230, 233, 236)"]
