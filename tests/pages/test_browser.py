@@ -24,6 +24,11 @@ SIZES = """[...document.querySelectorAll(".js-plotly-plot")].map(plot => {
   return [plot.id, Math.round(width), Math.round(height)]; })"""
 DRAWN = """[...document.querySelectorAll(".js-plotly-plot")].map(plot =>
   plot.querySelectorAll("path.js-line, .point path, .hm image, .heatmaplayer image").length)"""
+OUTSIDE = """[...document.querySelectorAll(".main-svg")].filter(svg => {
+  const box = svg.closest("figure .drawing").getBoundingClientRect();
+  const {left, right, top, bottom} = svg.getBoundingClientRect();
+  return left < box.left - 1 || right > box.right + 1 || top < box.top - 1
+    || bottom > box.bottom + 1; }).map(svg => svg.parentElement.id)"""
 SHOWN = "document.getElementById('statistics-0').data.findIndex(trace => trace.visible)"
 
 
@@ -71,6 +76,9 @@ def test_page_is_drawn_at_any_width_and_asks_for_nothing(
             assert height >= 200, name
         assert all(count > 0 for count in browser.evaluate(DRAWN))
     assert browser.evaluate("document.querySelector('h1').innerText.length") > 0
+    names = browser.evaluate("[...document.querySelectorAll('[id]')].map(e => e.id)")
+    assert len(set(names)) == len(names)
+    assert browser.evaluate(OUTSIDE) == [], "every plot lies within its figure"
     assert browser.complaints() == []
     assert browser.requested() == []
 

@@ -58,7 +58,7 @@ def test_sections_have_headings_in_order_and_links() -> None:
     sections = [Section("One & only", ["<p>a</p>"]), Section("Left out", [""])]
     page = Page(document("A <title>", ["<p>b</p>"], sections))
     assert page.headings == [(1, "A <title>"), (2, "One & only")]
-    assert page.addresses == ["#content", "#one-only"]
+    assert page.addresses == ["#content", "#about-one-only"]
     assert {"#" + name for name in page.ids} >= set(page.addresses)
     assert [tag for tag in ("header", "nav", "main", "footer") if page.tags.count(tag) != 1] == []
 

@@ -73,6 +73,7 @@ def render_products(result: Mapping[str, Any]) -> str:
         f"Time of a linear layer, forward and backward, by its sizes: the ratio to {recipes[0]}.",
         lines,
         x={"title": "shape"},
+        across="shape",
         y={"title": ratio, "rangemode": "tozero"},
     )
     pays = [f"{recipe}: pays {where}" for recipe, where in result["pays"].items()]
@@ -102,7 +103,7 @@ def _bars(
         "marker": {"color": [color(recipes.index(row["recipe"])) for row in rows]},
     }
     axis = {"title": quantity, "rangemode": "tozero"}
-    return figure(name, caption, [bars], x={"title": "contender"}, y=axis)
+    return figure(name, caption, [bars], x={"automargin": True}, y=axis, across="contender")
 
 
 def _document(

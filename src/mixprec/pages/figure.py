@@ -34,6 +34,7 @@ def figure(
     *,
     x: Mapping[str, Any],
     y: Mapping[str, Any],
+    across: str = "step",
     height: int = 420,
     choices: Sequence[tuple[str, str]] | None = None,
 ) -> str:
@@ -44,7 +45,8 @@ def figure(
         caption: What it shows, which is also what a screen reader says of it.
         traces: plotly's traces. With ``choices`` one is shown at a time, first the one that is
             visible.
-        x, y: The axes beside their defaults; ``x["title"]`` also heads the table's first column.
+        x, y: The axes beside their defaults.
+        across: What ``x`` is, at the head of the table's first column.
         height: In pixels.
         choices: A group and a name for each trace.
     """
@@ -72,8 +74,8 @@ def figure(
     return (
         f'<figure>\n<figcaption id="{name}-caption">{escape(caption)}</figcaption>\n'
         f"{_chooser(name, traces, choices) if choices else ''}"
-        f'<div class="plot" role="img" aria-labelledby="{name}-caption">{drawn}</div>\n'
-        f'<details data-plot="{name}" data-across="{escape(x["title"])}">\n'
+        f'<div class="drawing" role="img" aria-labelledby="{name}-caption">{drawn}</div>\n'
+        f'<details data-plot="{name}" data-across="{escape(across)}">\n'
         "<summary>The same figures as a table</summary>\n"
         f'<div class="wide" role="region" tabindex="0" aria-labelledby="{name}-caption"></div>\n'
         "</details>\n</figure>\n"

@@ -46,10 +46,10 @@ th { font-weight: 600; }
 th:first-child, .text, .long { text-align: left; }
 .text { white-space: nowrap; }
 .long { max-width: 32rem; min-width: 14rem; }
-.plot .js-plotly-plot { width: 100%; }
-.plot .main-svg text { fill: var(--ink) !important; }
-.plot .hoverlayer text { fill: #ffffff !important; }
-.plot .gridlayer path, .plot .zerolinelayer path { stroke: var(--line) !important; }
+.drawing .js-plotly-plot { width: 100%; }
+.drawing .main-svg text { fill: var(--ink) !important; }
+.drawing .hoverlayer text { fill: #ffffff !important; }
+.drawing .gridlayer path, .drawing .zerolinelayer path { stroke: var(--line) !important; }
 @media (max-width: 30rem) { h1 { font-size: 1.3rem; } }
 @media print { nav, .skip { display: none; } .wide { overflow: visible; max-height: none; } }
 """

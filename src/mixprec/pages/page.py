@@ -39,7 +39,7 @@ class Section:
     @property
     def name(self) -> str:
         """The section's address within the page."""
-        return re.sub(r"\W+", "-", self.heading.lower()).strip("-")
+        return "about-" + re.sub(r"\W+", "-", self.heading.lower()).strip("-")
 
 
 def document(title: str, summary: Sequence[str], sections: Sequence[Section]) -> str:
