@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 from train.conftest import write_idx_folder
+
+from mixprec import explain
+from mixprec.cli.explain import _counted, _joined
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +48,38 @@ def test_backward_and_operands_have_tables_of_their_own(cli: Callable, config: P
     counts = {row[3]: row[-1] for row in rows if row[:3] == ["nvfp4", "on", "bf16"]}
     # the first layer's input has no gradient
     assert counts == {"output": "4", "grad_input": "3", "grad_weight": "4"}
+
+
+@pytest.mark.parametrize(
+    ("modules", "joined"),
+    [
+        (["fc"], "fc"),
+        (["blocks.2.qkv"], "blocks.2.qkv"),
+        (["blocks.3.qkv", "blocks.2.qkv"], "blocks.2-3.qkv"),
+        (["blocks.9.qkv", "blocks.10.qkv", "blocks.11.qkv"], "blocks.9-11.qkv"),
+        (["blocks.0.qkv", "blocks.2.qkv"], "blocks.*.qkv"),
+        (["a.0.1", "a.0.2", "a.1.1", "a.1.2"], "a.0-1.1-2"),
+        (["a.0.1", "a.1.2"], "a.*.*"),
+    ],
+)
+def test_numbered_modules_are_joined(modules: list[str], joined: str) -> None:
+    assert _joined(modules) == joined
+
+
+def test_what_numbered_modules_do_alike_is_one_row() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.Sequential(nn.ReLU()))
+    rows = [row for row in explain(model, torch.ones(1, 4), "bf16") if row.phase == "forward"]
+    cells = [row[:3] for row in _counted(rows)]
+    # the first layer's input is of another type
+    assert cells == [
+        ("0", "linear", "fp32"),
+        ("1", "relu", "bf16"),
+        ("2", "linear", "bf16, fp32"),
+        ("3.0", "relu", "bf16"),
+    ]
+    twice = [replace(row, module=f"4.{row.module}") for row in rows[:2]]
+    again = [replace(row, module=f"5.{row.module}") for row in rows[:2]]
+    assert [row[0] for row in _counted([*twice, *again])] == ["4-5.0", "4-5.1"]
 
 
 def test_views_are_left_out_unless_asked_for(cli: Callable, config: Path) -> None:

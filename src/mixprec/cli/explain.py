@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -73,25 +74,35 @@ def _data(row: OperationRow) -> dict[str, Any]:
 
 
 def _counted(rows: Iterable[OperationRow]) -> list[tuple[str, ...]]:
-    """Rows as words; what a module does alike several times is there once, with its number."""
-    counts = Counter(map(_cells, rows))
-    return [
-        (module, operation if count == 1 else f"{operation} x{count}", *rest)
-        for (module, operation, *rest), count in counts.items()
-    ]
+    """Rows as words; what a module does alike several times is there once, with its number.
+
+    So is what modules do alike whose paths differ in numbers alone.
+    """
+    places: dict[tuple[str, ...], list[str]] = {}
+    for (module, operation, *rest), count in Counter(map(_cells, rows)).items():
+        pattern = ".".join("0" if part.isdecimal() else part for part in module.split("."))
+        times = operation if count == 1 else f"{operation} x{count}"
+        places.setdefault((pattern, times, *rest), []).append(module)
+    return [(_joined(modules), *rest) for (_, *rest), modules in places.items()]
+
+
+def _joined(modules: Sequence[str]) -> str:
+    """Paths that differ in numbers alone as one: ``blocks.0-11.qkv``."""
+    paths = (module.split(".") for module in modules)
+    parts = [list(dict.fromkeys(values)) for values in zip(*paths, strict=True)]
+    is_whole = math.prod(map(len, parts)) == len(modules)
+    return ".".join(values[0] if len(values) == 1 else _span(values, is_whole) for values in parts)
+
+
+def _span(numbers: Sequence[str], is_whole: bool) -> str:
+    low, *_, high = sorted(map(int, numbers))
+    return f"{low}-{high}" if is_whole and high - low == len(numbers) - 1 else "*"
 
 
 def _cells(row: OperationRow) -> tuple[str, ...]:
     """A row as words."""
-    rule = f"{row.rule}, {row.impl}" if row.impl else row.rule
-    return (
-        row.module or "(model)",
-        row.operation,
-        _distinct(row.inputs),
-        _distinct(row.compute),
-        _distinct(row.outputs),
-        rule,
-    )
+    types = map(_distinct, (row.inputs, row.compute, row.outputs))
+    return row.module or "(model)", row.operation, *types, row.rule
 
 
 def _operands(rows: Iterable[OperationRow]) -> list[tuple[str, ...]]:
