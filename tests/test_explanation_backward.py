@@ -206,6 +206,15 @@ def test_checkpoint_runs_each_operation_once_in_the_rows(reentrant: bool) -> Non
         assert names(backward) == [(f"net.{r.module}", r.operation) for r in phases(plain)[1]]
 
 
+def test_compiled_modules_run_as_they_are_written() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.GELU()))
+    plain = explain(model, XS, "fp8_rowwise")
+    model[1].compile(backend="eager")
+    assert explain(model, XS, "fp8_rowwise") == plain
+    rows = mixprec.recipe_errors(model, XS, recipes=["mxfp8"])
+    assert list(dict.fromkeys(row.layer for row in rows)) == ["0", "1.0"]
+
+
 def test_without_backward_or_gradients_there_are_no_such_rows() -> None:
     net = Net()
     whole = explain(net, X, "fp8")

@@ -23,7 +23,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from mixprec.amp.inputs import cast_inputs
-from mixprec.explanation.passes import call
+from mixprec.explanation.passes import call, eagerly
 from mixprec.gemm.api import EMULATED, GemmSpec, multiply
 from mixprec.linear_products import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, Plan
 from mixprec.measure import sqnr_db
@@ -109,7 +109,8 @@ def recipe_errors(
     Raises:
         ValueError: No layer qualifies; no recipe quantises anything; two recipes print alike.
 
-    Edge cases: a delayed scale is made of the tensor itself, as in its first use.
+    Edge cases: a delayed scale is made of the tensor itself, as in its first use. Compiled modules
+    run as they are written.
 
     Exactness: operands' figures are ``quantize_error``'s of the whole tensors. A product's error is
     that of up to 512 rows of each operand, evenly apart, against their float64 product.
@@ -124,7 +125,7 @@ def recipe_errors(
         tables = _Tables(chosen, loss_scale, seed, progress)
         for path, layer in layers.items():
             layer.observers = (functools.partial(tables.observe, path),)
-        with checkpoint.isolated_generators(device):
+        with checkpoint.isolated_generators(device), eagerly():
             output = call(model, inputs)
             if loss is not None:
                 loss(output).backward()

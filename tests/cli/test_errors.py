@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from train.conftest import write_idx_folder
@@ -55,6 +56,18 @@ def test_json_has_the_figures(cli: Callable, document: Callable) -> None:
     assert operand["spec"]["format"] == "e4m3"
     assert {"underflow", "saturation", "bits_per_element"} <= operand.keys()
     assert product.keys() == {"layer", "name", "recipe", "product", "operand", "sqnr_db"}
+
+
+def test_a_checkpoint_knows_its_run(cli: Callable, words: list[str], tmp_path: Path) -> None:
+    cli("train", words[1], "--out", str(tmp_path), "--set", "train.steps=1")
+    (path,) = (tmp_path / "checkpoints").iterdir()
+    data = json.loads(cli("errors", "--checkpoint", str(path), "--recipes", "mxfp8", "--json").out)
+    assert (data["model"], data["checkpoint"]) == ("test_layer_errors:digits_mlp", str(path))
+    config = tmp_path / "config.toml"
+    named = cli("errors", str(config), "--checkpoint", str(path), "--recipes", "mxfp8", "--json")
+    assert json.loads(named.out) == data
+    fresh = json.loads(cli("errors", str(config), "--recipes", "mxfp8", "--json").out)
+    assert fresh["errors"] != data["errors"]
 
 
 def test_detail_of_one_layer(cli: Callable, words: list[str]) -> None:

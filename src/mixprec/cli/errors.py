@@ -23,7 +23,7 @@ def errors(
     config: Annotated[
         Path | None,
         typer.Argument(
-            help="A TOML file; without it mnist_cnn on mnist.",
+            help="A TOML file; without it the checkpoint's run, or mnist_cnn on mnist.",
             metavar="CONFIG",
             show_default=False,
         ),
@@ -58,6 +58,8 @@ def errors(
     from mixprec.layer_errors import recipe_errors_of_run
     from mixprec.train.config import load
 
+    if config is None and checkpoint is not None:
+        config = checkpoint.parent.parent / "config.toml"
     resolved = load(config, settings or [])
     names = None if recipes is None else [name.strip() for name in recipes.split(",")]
     rows = recipe_errors_of_run(resolved, checkpoint_path=checkpoint, recipes=names)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -60,9 +62,9 @@ def explain(
         TypeError: The recipe is neither a name nor a ``Recipe``.
 
     Edge cases: a loop in the model gives rows for each turn. Dropout draws from generators that are
-    put back. Compiled modules are taken as they are, and what they compile has no rows but one in
-    backward. So have a function of one's own (``autograd.Function``) and a reentrant checkpoint:
-    the name of its node.
+    put back. Compiled modules run as they are written. A function of one's own
+    (``autograd.Function``) and a reentrant checkpoint are one row in backward, with their node's
+    name.
     """
     if policy not in POLICIES:
         raise ValueError(f"policy: got {policy!r}; must be one of {', '.join(POLICIES)}")
@@ -77,7 +79,7 @@ def explain(
         inputs = cast_inputs(inputs, recipe.parameters)
     recording = Recording(model)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    with checkpoint.isolated_generators(device):
+    with checkpoint.isolated_generators(device), eagerly():
         with recording.region(recipe, policy):
             output = call(model, inputs)
             recording.enter_loss()
@@ -105,6 +107,13 @@ def explain_run(config: Config) -> list[OperationRow]:
             loss = trainer.criterion(output, targets)
         recording.backward(loss)
     return recording.rows
+
+
+def eagerly() -> AbstractContextManager[None]:
+    """A stretch in which compiled modules run as they are written, operation by operation."""
+    # who has compiled a module has loaded this, which takes seconds
+    is_loaded = "torch._dynamo" in sys.modules
+    return torch.compiler.set_stance("force_eager") if is_loaded else nullcontext()
 
 
 def _says_it_all(recipe: Recipe) -> bool:
