@@ -53,6 +53,7 @@ PUBLIC = {
     "round_to_format",
     "state_dict",
     "sync_scales",
+    "watch",
 }
 
 

@@ -6,6 +6,7 @@ from mixprec.contraction import einsum
 from mixprec.explanation import explain
 from mixprec.formats import FORMATS, FloatFormat, finfo
 from mixprec.gemm import GemmSpec, quantized_matmul
+from mixprec.inspection.watch import watch
 from mixprec.layer_errors import RecipeError, recipe_errors
 from mixprec.nn import (
     Report,
@@ -59,4 +60,5 @@ __all__ = [
     "round_to_format",
     "state_dict",
     "sync_scales",
+    "watch",
 ]

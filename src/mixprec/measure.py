@@ -21,7 +21,14 @@ from mixprec.formats import FloatFormat
 
 _INT_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FARTHEST = torch.iinfo(torch.int64).max
+# of a format whose limits of rounding are float32 numbers
+_EXACT_MANTISSA = 22
 _PIECE, _PIECE_OF_ACCELERATOR = 1 << 17, 1 << 22
+
+
+def as_float64(tensor: Tensor) -> Tensor:
+    """In float64; on the CPU where the device has none."""
+    return (tensor.cpu() if tensor.device.type == "mps" else tensor).double()
 
 
 def sqnr_db(reference: Tensor, approx: Tensor) -> float:
@@ -47,8 +54,8 @@ def squares(reference: Tensor, approx: Tensor) -> tuple[float, float]:
     """sum reference^2 and sum (approx - reference)^2, in float64; else as ``sqnr_db``."""
     signal = noise = 0.0
     for exact, other in _pieces(reference, approx):
-        exact = _exact(exact)
-        difference = _exact(other) - exact
+        exact = as_float64(exact)
+        difference = as_float64(other) - exact
         signal += float(torch.dot(exact, exact))
         noise += float(torch.dot(difference, difference))
     return signal, noise
@@ -146,12 +153,14 @@ def num_saturated(scaled: Tensor, fmt: FloatFormat) -> int:
     step = math.ldexp(1.0, fmt.max_exponent - fmt.mantissa)
     limit = fmt.max + step / 2
     max_is_odd = int(fmt.max / step) % 2 == 1
+    # between two numbers of a short type there may be no such limit
+    is_exact = scaled.dtype == torch.float32 and fmt.mantissa <= _EXACT_MANTISSA
     count = 0
     for piece, _ in _pieces(scaled, scaled):
-        # a limit may lie between two numbers of 16 or 32 bits
-        magnitude = _exact(piece).abs()
+        magnitude = (piece if is_exact else as_float64(piece)).abs()
         beyond = magnitude >= limit if max_is_odd else magnitude > limit
-        count += int(torch.count_nonzero(beyond & magnitude.isfinite()))
+        if torch.count_nonzero(beyond):
+            count += int(torch.count_nonzero(magnitude[beyond].isfinite()))
     return count
 
 
@@ -289,11 +298,6 @@ def _timed(call: Callable[[], object]) -> float:
     if synchronize:
         synchronize()
     return time.perf_counter() - start
-
-
-def _exact(tensor: Tensor) -> Tensor:
-    """In float64; on the CPU where the device has none."""
-    return (tensor.cpu() if tensor.device.type == "mps" else tensor).double()
 
 
 def _pieces(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -15,7 +15,6 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from mixprec.measure import decibels, num_saturated, num_underflowed, squares
@@ -78,6 +77,10 @@ class ProductStatistics:
     operand: str = ""
     name: str
     sqnr_db: float
+
+    def __str__(self) -> str:
+        place = " ".join(filter(None, (self.layer, self.name, self.product)))
+        return f"SQNR {self.sqnr_db:.1f} dB: {place}"
 
 
 Statistics = OperandStatistics | ProductStatistics
@@ -161,12 +164,13 @@ class OperandTally:
         )
 
 
-def tally_operand(x: Tensor, q: QuantizedTensor) -> OperandTally:
+def tally_operand(x: Tensor, q: QuantizedTensor, decoded: Tensor | None = None) -> OperandTally:
     """What quantising x to q did to it.
 
     Args:
         x: [free, contraction], what was quantised; float16, bfloat16, float32 or float64.
         q: ``quantize(x, spec, ...)``, with what that knows of it (amax and encode).
+        decoded: ``q.dequantize()``, where it is at hand.
 
     Edge cases: an empty operand has amax 0 and no error. A block that is NaN throughout, because
     an element is not finite, neither saturates nor underflows.
@@ -184,7 +188,7 @@ def tally_operand(x: Tensor, q: QuantizedTensor) -> OperandTally:
         scaled = matrix if q.encode is None else times_blocks(matrix, q.encode, q.spec.block)
         saturated = num_saturated(scaled, fmt)
     reference = matrix if q.spec.hadamard else x
-    decoded = q.dequantize(torch.promote_types(x.dtype, torch.float32))
+    decoded = q.dequantize() if decoded is None else decoded
     return OperandTally(
         amax=_largest(amax),
         range_use=_largest(blocks) / fmt.max,

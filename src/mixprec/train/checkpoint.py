@@ -30,6 +30,24 @@ from torch import Tensor
 
 _PREFIX = "step_"
 _FORMAT = 1
+# A resumed run may go on longer, elsewhere, or be recorded otherwise; all else shapes its numbers.
+_MAY_CHANGE = {
+    "train.epochs",
+    "train.steps",
+    "train.device",
+    "train.compile",
+    "convert.cache_weights",
+    "train.log_every",
+    "inspect.every",
+    "inspect.tensorboard",
+    "train.save_model",
+    "recipe_source",
+    "data.path",
+    "data.workers",
+    "data.eval_batch_size",
+    "checkpoint.every",
+    "checkpoint.keep",
+}
 
 
 class CheckpointError(ValueError):
@@ -107,6 +125,22 @@ def newest(folder: Path, report: Callable[[str], None]) -> dict[str, Any] | None
     return None
 
 
+def require_same_run(saved: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
+    """Refuse to go on with a configuration that would not give the checkpoint's numbers.
+
+    Raises: ValueError: A line a difference.
+    """
+    before, now = _flat(saved), _flat(asked)
+    changed = [
+        f"{key}: got {now.get(key)!r}; the checkpoint was made with {before.get(key)!r}; "
+        "keep that, or start a new run"
+        for key in sorted(before.keys() | now.keys())
+        if key not in _MAY_CHANGE and before.get(key) != now.get(key)
+    ]
+    if changed:
+        raise ValueError("\n".join(changed))
+
+
 def generators(device: torch.device) -> dict[str, Any]:
     """The states of Python's, numpy's and torch's global generators, as a tree."""
     name, keys, *rest = np.random.get_state(legacy=True)
@@ -138,6 +172,14 @@ def isolated_generators(device: torch.device) -> Iterator[None]:
         yield
     finally:
         set_generators(before, device)
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        nested = isinstance(value, Mapping)
+        flat |= _flat(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
+    return flat
 
 
 def _which(device: torch.device) -> tuple[torch.device, ...]:

@@ -24,7 +24,7 @@ from mixprec.quantization import QuantizedTensor
 from mixprec.recipes import Recipe
 from mixprec.train import checkpoint
 from mixprec.train.compared import chosen_recipes, configuration, level_notes
-from mixprec.train.config import Config
+from mixprec.train.config import Config, InspectConfig
 from mixprec.train.faults import NonFiniteError
 from mixprec.train.feed import dataset_of
 from mixprec.train.log import (
@@ -220,8 +220,9 @@ def _one_seed(
     console: Console | None,
 ) -> list[dict[str, Any]]:
     train = replace(base.train, seed=base.train.seed + offset)
+    base = replace(base, train=train, inspect=InspectConfig())
     contenders = [
-        _Contender(label=label, trainer=Trainer(replace(base, recipe=recipe, train=train), data))
+        _Contender(label=label, trainer=Trainer(replace(base, recipe=recipe), data))
         for label, recipe in recipes.items()
     ]
     total = contenders[0].trainer.total

@@ -185,6 +185,16 @@ class CheckpointConfig(_Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class InspectConfig(_Section):
+    """every: optimizer steps from one whose statistics are recorded to the next, as `mixprec.watch`
+    takes it, None for no such step; tensorboard: record them as TensorBoard's events too.
+    """
+
+    every: Count | None = None
+    tensorboard: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config(_Section):
     """One run: a model, its recipe and base, and how it is trained.
 
@@ -204,6 +214,7 @@ class Config(_Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    inspect: InspectConfig = InspectConfig()
 
 
 def load(path: str | Path | None = None, settings: Sequence[str] = ()) -> Config:
@@ -367,6 +378,16 @@ def _step_faults(config: Config) -> list[str]:
         GradScaler(**dataclasses.asdict(config.scaler))
     except ValueError as error:
         faults.append(f"scaler.{error}")
+    if config.inspect.every and config.train.compile is not False:
+        faults.append(
+            f"inspect.every: got {config.inspect.every} with train.compile; compiled code is not "
+            "watched; leave one out"
+        )
+    if config.inspect.tensorboard and not config.inspect.every:
+        faults.append(
+            "inspect.tensorboard: got true without inspect.every; there is nothing to "
+            "write; set inspect.every=100"
+        )
     return faults
 
 

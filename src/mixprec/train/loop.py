@@ -10,9 +10,11 @@ from typing import Any
 
 from rich.console import Console
 
+from mixprec.inspection.statistics import StepStatistics
 from mixprec.nn import Report
 from mixprec.train import checkpoint
 from mixprec.train.config import Config, load, recipe_line, to_toml
+from mixprec.train.events import Events
 from mixprec.train.faults import NonFiniteError
 from mixprec.train.log import (
     Metrics,
@@ -27,6 +29,7 @@ from mixprec.train.trainer import Trainer, pick_device
 
 _CHECKPOINTS = "checkpoints"
 _CONFIG = "config.toml"
+_EVENTS = "events"
 _METRICS = "metrics.jsonl"
 _MODEL = "model.pt"
 
@@ -75,7 +78,8 @@ def run(
     device = pick_device(config.train.device)
     with checkpoint.isolated_generators(device):
         trainer = Trainer(config)
-        with closing(trainer), ProgressLines(trainer.total, console) as lines:
+        events = Events(folder and folder / _EVENTS, is_asked=config.inspect.tensorboard)
+        with closing(trainer), closing(events), ProgressLines(trainer.total, console) as lines:
             _resume(trainer, folder, resume, lines)
             if folder is not None:
                 create_folder(folder)
@@ -86,7 +90,11 @@ def run(
                 write_json(folder / "environment.json", environment(device))
             lines.line(f"{config.model}, {recipe_line(config)}, {device}")
             (show or lines.show)(trainer.report)
-            return _Run(trainer=trainer, folder=folder, metrics=metrics, lines=lines).train(stop)
+            if config.inspect.every and trainer.watcher is None:
+                lines.line("inspect.every: no layer is converted, so that there are no statistics")
+            return _Run(
+                trainer=trainer, folder=folder, metrics=metrics, events=events, lines=lines
+            ).train(stop)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +104,7 @@ class _Run:
     trainer: Trainer
     folder: Path | None
     metrics: Metrics
+    events: Events
     lines: ProgressLines
 
     def train(self, stop: Callable[[], bool]) -> dict[str, Any]:
@@ -126,9 +135,17 @@ class _Run:
             self.lines.status(record.step, text)
         else:
             self.lines.advance(record.step, text)
+        if trainer.statistics is not None:
+            self._inspected(trainer.statistics)
         if record.step % trainer.steps_per_epoch == 0 and record.step < trainer.total:
             self._evaluate()
         return milliseconds
+
+    def _inspected(self, statistics: StepStatistics) -> None:
+        self.metrics.write(**statistics.to_record())
+        self.events.write(statistics)
+        if statistics.worst is not None:
+            self.lines.line(f"step {statistics.step}: lowest {statistics.worst}")
 
     def _evaluate(self) -> dict[str, float | None]:
         trainer, score = self.trainer, self.trainer.evaluate()

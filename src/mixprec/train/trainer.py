@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from mixprec import nn as layers
 from mixprec.amp.inputs import cast_inputs
 from mixprec.amp.setup import cast_parameters, region, scaler_for, with_update
+from mixprec.inspection.statistics import StepStatistics
+from mixprec.inspection.watch import Watcher
 from mixprec.recipes import DYNAMIC
 from mixprec.train import checkpoint, optimizers
 from mixprec.train.config import Config, to_dict
@@ -27,23 +29,6 @@ from mixprec.train.feed import Feed, dataset_of, in_order, num_workers
 from mixprec.train.models import build_model
 from mixprec.train.recipe_choice import by_layer, step_recipe
 from mixprec.train.splits import Batch, Dataset, Items, stream_seed
-
-# A resumed run may go on longer, elsewhere, or be recorded otherwise; all else shapes its numbers.
-_MAY_CHANGE = {
-    "train.epochs",
-    "train.steps",
-    "train.device",
-    "train.compile",
-    "convert.cache_weights",
-    "train.log_every",
-    "train.save_model",
-    "recipe_source",
-    "data.path",
-    "data.workers",
-    "data.eval_batch_size",
-    "checkpoint.every",
-    "checkpoint.keep",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +94,8 @@ class Trainer:
         done: Steps so far, of `total`, those that an overflow skipped among them: the data goes on.
         skipped: How many of these were skipped.
         loss: The training loss of the last one; NaN before the first.
+        watcher: What samples steps; None without `inspect.every` or converted layers.
+        statistics: Of the last step, if it was sampled.
     """
 
     def __init__(self, config: Config, dataset: Dataset | None = None) -> None:
@@ -136,6 +123,9 @@ class Trainer:
         self._forward = self._compiled(config.train.compile)
         self.done = 0
         self.loss = math.nan
+        every = config.inspect.every if self.report.converted else None
+        self.watcher = None if every is None else Watcher(self.model, every)
+        self.statistics: StepStatistics | None = None
 
     @property
     def steps_per_epoch(self) -> int:
@@ -210,6 +200,7 @@ class Trainer:
         self._require_room(loss_scale)
         self.done += 1
         self.loss = loss
+        self.statistics = self.watcher.step() if self.watcher else None
         if self.done % self.steps_per_epoch == 0:
             self._end_epoch()
         return StepRecord(
@@ -277,7 +268,7 @@ class Trainer:
         Raises: ValueError: It is the state of another run; each difference has a line. Or this
             run would be over before it.
         """
-        _same_run(state["config"], to_dict(self.config))
+        checkpoint.require_same_run(state["config"], to_dict(self.config))
         self._require_steps(state["position"]["step"])
         self.model.load_state_dict(state["model"])
         layers.load_state_dict(self.model, state["numerics"])
@@ -288,6 +279,8 @@ class Trainer:
         checkpoint.set_generators(state["generators"], self.device)
         self.done = state["position"]["step"]
         self.loss = state["position"]["loss"]
+        if self.watcher:
+            self.watcher.restart(self.done)
 
     def _require_steps(self, done: int) -> None:
         train = self.config.train
@@ -373,23 +366,3 @@ def _convert(model: nn.Module, config: Config) -> layers.Report:
         seed=config.train.seed,
         cache_weights=options.cache_weights,
     )
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in table.items():
-        nested = isinstance(value, Mapping)
-        flat |= _flat(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
-    return flat
-
-
-def _same_run(saved: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
-    before, now = _flat(saved), _flat(asked)
-    changed = [
-        f"{key}: got {now.get(key)!r}; the checkpoint was made with {before.get(key)!r}; "
-        "keep that, or start a new run"
-        for key in sorted(before.keys() | now.keys())
-        if key not in _MAY_CHANGE and before.get(key) != now.get(key)
-    ]
-    if changed:
-        raise ValueError("\n".join(changed))
