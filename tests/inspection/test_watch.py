@@ -7,6 +7,7 @@ import gc
 import math
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -202,13 +203,19 @@ def test_evaluation_and_transforms_of_functions_are_not_seen() -> None:
             lambda layer, x: layer(x, x, x)[0],
             ("query", "key", "value"),
         ),
+        (
+            nn.MultiheadAttention(8, 2),
+            lambda layer, x: layer(x, x, x, need_weights=False)[0],
+            ("query", "key", "value", "scores", "values"),
+        ),
     ],
-    ids=["GRU", "MultiheadAttention"],
+    ids=["GRU", "MultiheadAttention", "attention"],
 )
 def test_products_of_a_layer_with_several_have_their_names(
     layer: nn.Module, call: Callable[[nn.Module, Tensor], Tensor], names: tuple[str, ...]
 ) -> None:
-    run = run_of(nn.Sequential(copy.deepcopy(layer)), "fp8_rowwise")
+    recipe = replace(RECIPES["fp8_rowwise"], attention="scores" in names)
+    run = run_of(nn.Sequential(copy.deepcopy(layer)), recipe)
     with run.watch() as watcher:
         run.step(torch.randn(5, 3, 8), forward=lambda x: call(run.model[0], x))
     found = [row.name for row in watcher.records[0].rows if row.layer == "0"]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import mixprec
 from mixprec.inspection.statistics import OperandStatistics, StepStatistics
 from mixprec.inspection.watch import Watcher
-from mixprec.recipes import RECIPES
+from mixprec.recipes import RECIPES, Recipe
 
 QUANTISING = [
     name for name, recipe in RECIPES.items() if any(spec is not None for spec in recipe.specs)
@@ -57,7 +57,7 @@ class Run:
         return mixprec.watch(self.model, every, optimizer=self.optimizer)
 
 
-def run_of(model: nn.Module, recipe: str) -> Run:
+def run_of(model: nn.Module, recipe: str | Recipe) -> Run:
     mixprec.convert(model, recipe)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     mixprec.attach(model, optimizer)

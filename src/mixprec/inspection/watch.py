@@ -316,9 +316,8 @@ def watch(
         UserWarning: A sampled step had no product to look at.
 
     Edge cases: gradients are seen as they are quantised, with the loss scale; what activation
-    checkpointing runs again counts once; products inside ``torch.func`` transforms, compiled
-    submodules, and attention and grouped products, which functions make, are not seen. Each rank
-    sees its own part.
+    checkpointing runs again counts once; evaluation, compiled submodules and what runs inside
+    ``torch.func`` transforms is not seen. Each rank sees its own part.
 
     Memory: of each call 64 rows of the operands that its backward multiplies.
     """
