@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 from torch.nn import functional
 from train.conftest import write_idx_folder
@@ -200,6 +202,15 @@ def test_all_recipes_that_quantise_by_default_each_once() -> None:
     expected = [name for name, recipe in RECIPES.items() if any(recipe.specs)]
     found = dict.fromkeys(row.recipe for row in rows if row.product == "output")
     assert list(found) == [name for name in expected if name not in twice]
+
+
+def test_a_terminal_shows_how_far_it_is() -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=80)
+    recipe_errors(Mlp(), XS, loss=square, recipes=["mxfp8"], console=console)
+    # two layers, forward and backward; the last one is the first layer's backward
+    assert "4/4" in screen.getvalue()
+    assert "up" in screen.getvalue()
 
 
 def test_what_is_refused() -> None:
