@@ -18,6 +18,7 @@ from mixprec.memory import (
     live_bytes,
     peak_bytes,
     process_peak,
+    state_bytes,
     storage_bytes,
     tensors_in,
 )
@@ -194,6 +195,19 @@ def test_meta_and_sparse_tensors_have_no_bytes_to_count() -> None:
         assert live.now == 8 + 4
     assert sparse.shape == (N,)
     assert storage_bytes([torch.zeros(N, device="meta"), sparse]) == 0
+
+
+def test_state_bytes_of_a_step() -> None:
+    model = nn.Linear(3, 5)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    nothing = {"grad_bytes": 0, "optimizer_bytes": 0}
+    assert state_bytes(model, optimizer) == {"param_bytes": 20 * 4, **nothing}
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    # two moments a parameter, and a count of steps for each of the two
+    state = (2 * 20 + 2) * 4
+    held = {"param_bytes": 20 * 4, "grad_bytes": 20 * 4, "optimizer_bytes": state}
+    assert state_bytes(model, optimizer) == held
 
 
 def test_storage_bytes_counts_each_storage_once_and_whole() -> None:

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -223,6 +223,16 @@ def _with_peak(function: Callable[..., Result], arguments: tuple[object, ...]) -
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the storages behind some tensors, each once and whole."""
     return sum({s._cdata: s.nbytes() for s in _storages(tensors)}.values())
+
+
+def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Bytes of what is held between two steps: parameters, their gradients, optimizer state."""
+    parameters = list(model.parameters())
+    return {
+        "param_bytes": storage_bytes(parameters),
+        "grad_bytes": storage_bytes(p.grad for p in parameters if p.grad is not None),
+        "optimizer_bytes": storage_bytes(tensors_in(optimizer.state_dict())),
+    }
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

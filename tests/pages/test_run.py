@@ -27,7 +27,8 @@ SECTIONS = (
 def test_structure(text: str) -> None:
     page = Page(text)
     assert page.open == []
-    assert page.headings == [(1, "first"), *((2, heading) for heading in SECTIONS)]
+    sections = [(2, heading) for heading in SECTIONS]
+    assert page.headings == [(1, "first"), *sections[:2], (3, "saturation"), *sections[2:]]
     assert [a for a in page.addresses if not a.startswith("#")] == []
     assert len(set(page.ids)) == len(page.ids)
     assert set(filter(None, page.references)) <= set(page.ids)
@@ -56,16 +57,17 @@ def test_tables(text: str) -> None:
     page = Page(text)
     result = {row["figure"]: row["first"] for row in page.table("The result of the run")}
     assert (result["evaluation loss"], result["recipe"]) == ("0.9877", "fp16")
-    (alarm,) = page.table("Alarms")
+    (alarm,) = page.table("saturation, by place")
     assert alarm == {
-        "alarm": "saturation",
-        "what": ALARM["text"],
-        "suggestion": ALARM["suggestion"],
-        "step": "20 to 40, 2 times",
         "layer": "blocks.0.mlp.2",
         "operand": "output.a",
-        "figures": "share 0.0123, limit 0.01",
+        "what": ALARM["text"],
+        "step": "20",
+        "times": "2",
+        "share": "0.0123",
+        "limit": "0.01",
     }
+    assert ALARM["suggestion"] in page.paragraphs
     settings = {row["setting"]: row["first"] for row in page.table("Every setting")}
     assert (settings["optimizer.lr"], settings["optimizer.options.betas"]) == (
         "0.00012345",
@@ -85,7 +87,7 @@ def test_against_another_run(folder: Path, tmp_path: Path) -> None:
     assert "No difference." in page.paragraphs, "of the environment"
     names = [trace["name"] for trace in traces(text, "curves")]
     assert names == ["first, training", "first, evaluation", "first: alarm", "second, training"]
-    assert page.table("Alarms")[0]["run"] == "first"
+    assert page.table("saturation, by place")[0]["run"] == "first"
     absent = "second: no statistics were recorded; inspect.every=100 asks for them."
     assert absent in page.paragraphs
 
@@ -144,6 +146,24 @@ def test_whatever_is_missing_there_is_a_page(folder: Path, tmp_path: Path, kept:
 def test_foreign_records_do_no_harm(tmp_path: Path, record: dict) -> None:
     write_run(tmp_path, records=[{"step": 1, **record}], result={"steps": None, "odd": [{}]})
     assert Page(render(read(tmp_path))).open == []
+
+
+def test_many_alarms_of_a_kind_are_folded(tmp_path: Path) -> None:
+    records = [{"step": 5, "alarm": ALARM | {"layer": f"layer{place}"}} for place in range(11)] + [
+        {"step": 6, "alarm": {"kind": "dead_gradient"}}
+    ]
+    text = render(read(write_run(tmp_path, records=[{"step": 5, "loss": 1.0}, *records])))
+    page = Page(text)
+    assert len(page.table("saturation, by place")) == 8
+    assert [row["layer"] for row in page.table("saturation, further places")] == [
+        "layer8",
+        "layer9",
+        "layer10",
+    ]
+    assert page.table("dead gradient, by place") == [{"layer": "(model)", "step": "6"}]
+    marks = traces(text, "curves")[-1]
+    assert marks["x"] == [5, 6]
+    assert marks["text"][0].endswith("saturation layer7<br>and 3 more")
 
 
 def test_memory_and_plan_are_shown_where_they_are(tmp_path: Path) -> None:

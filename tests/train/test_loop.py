@@ -23,7 +23,7 @@ from mixprec.train.models import MnistCNN
 from mixprec.train.trainer import Trainer
 
 Small = Callable[..., Config]
-VARYING = {"step_ms", "seconds"}
+VARYING = {"grad_bytes", "step_ms", "seconds"}
 
 
 def stopping_after(steps: int) -> Callable[[], bool]:

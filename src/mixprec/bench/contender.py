@@ -15,7 +15,7 @@ from mixprec.amp.setup import cast_parameters, region, scaler_for, with_update
 from mixprec.bench.peers import PEERS, joined
 from mixprec.bench.presets import COMPILED, Workload
 from mixprec.measure import saved_bytes
-from mixprec.memory import live_bytes, peak_bytes, storage_bytes, tensors_in
+from mixprec.memory import live_bytes, peak_bytes, state_bytes, tensors_in
 from mixprec.recipes import NARROW, Recipe
 from mixprec.train import optimizers
 from mixprec.train.config import OptimizerConfig
@@ -169,14 +169,8 @@ class Contender:
             )
         else:
             step()
-        parameters = list(self.model.parameters())
-        return {
-            "param_bytes": storage_bytes(parameters),
-            "grad_bytes": storage_bytes(p.grad for p in parameters if p.grad is not None),
-            "optimizer_bytes": storage_bytes(tensors_in(self.optimizer.state_dict())),
-            "saved_bytes": saved,
-            "peak_bytes": peak,
-        }
+        held = state_bytes(self.model, self.optimizer)
+        return {**held, "saved_bytes": saved, "peak_bytes": peak}
 
     def _existing(self) -> list[Tensor]:
         model: nn.Module = self.model

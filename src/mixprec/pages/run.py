@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from html import escape
 from itertools import pairwise
 from typing import Any
 
@@ -13,6 +14,7 @@ from mixprec.pages.page import (
     Section,
     cells,
     document,
+    folded,
     number,
     paragraph,
     settings_tables,
@@ -22,6 +24,7 @@ from mixprec.pages.planned import plan_table
 from mixprec.pages.run_folder import CONFIG, ENVIRONMENT, PLAN, RESULT, RunFolder
 
 _HEADINGS = HEADINGS | {"loss": "evaluation loss", "train_loss": "training loss, last step"}
+_MOST_ALARMS = 8
 
 Runs = Mapping[str, RunFolder]
 
@@ -36,7 +39,7 @@ def render(run: RunFolder, against: RunFolder | None = None) -> str:
     training = {name: _curve(folder.records["loss"], "loss") for name, folder in runs.items()}
     sections = [
         Section("Result", [_results(runs)]),
-        Section("Alarms", [_alarms(runs)]),
+        Section("Alarms", _alarms(runs)),
         Section("Loss", [_losses(runs, training)]),
         Section("Step time and memory", _costs(runs, training)),
         Section("Loss scale", [_scales(runs, training)]),
@@ -96,51 +99,50 @@ def _results(runs: Runs) -> str:
     return table(rows, "The result of each run" if len(runs) > 1 else "The result of the run")
 
 
-def _alarms(runs: Runs) -> str:
-    rows = []
+def _alarms(runs: Runs) -> list[str]:
+    """A heading, what to do, and a table of places for each kind of alarm."""
+    groups: dict[tuple[str, str], dict[tuple[str, str, str], list[dict[str, Any]]]] = {}
     for name, folder in runs.items():
-        groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
         for step, alarm in _each_alarm(folder):
-            key = tuple(str(alarm.get(part) or "") for part in ("kind", "layer", "operand"))
-            groups.setdefault(key, []).append({"step": step, **alarm})
-        for (kind, layer, operand), found in groups.items():
-            rows.append(
-                {
-                    "alarm": kind.replace("_", " "),
-                    "what": found[0].get("text"),
-                    "suggestion": found[0].get("suggestion"),
-                    "run": name if len(runs) > 1 else None,
-                    "step": _steps([alarm["step"] for alarm in found]),
-                    "layer": layer or "(model)",
-                    "operand": operand or None,
-                    "figures": _figures(found[0].get("figures")),
-                }
+            kind, remedy, layer, operand = (
+                str(alarm.get(part) or "") for part in ("kind", "suggestion", "layer", "operand")
             )
-    if not rows:
-        return paragraph("No alarm was recorded.")
-    return table(
-        rows, "Alarms, those of one kind and place together, with the figures of the first"
-    )
+            places = groups.setdefault((kind, remedy), {})
+            places.setdefault((name, layer, operand), []).append({"step": step, **alarm})
+    parts = []
+    for (kind, remedy), places in groups.items():
+        what = kind.replace("_", " ")
+        rows = [
+            _alarm_row(*place, found, with_run=len(runs) > 1) for place, found in places.items()
+        ]
+        parts.append(f"<h3>{escape(what)}</h3>\n{paragraph(remedy) if remedy else ''}")
+        parts.append(table(rows[:_MOST_ALARMS], f"{what}, by place"))
+        if len(rows) > _MOST_ALARMS:
+            more = table(rows[_MOST_ALARMS:], f"{what}, further places")
+            parts.append(folded(f"{len(rows) - _MOST_ALARMS} further places", more))
+    return parts or [paragraph("No alarm was recorded.")]
+
+
+def _alarm_row(
+    run: str, layer: str, operand: str, found: Sequence[Mapping[str, Any]], *, with_run: bool
+) -> dict[str, Any]:
+    """The alarms of one place, with the text and the figures of the first."""
+    figures = found[0].get("figures")
+    return {
+        "layer": layer or "(model)",
+        "operand": operand or None,
+        "what": found[0].get("text"),
+        "run": run if with_run else None,
+        "step": found[0]["step"],
+        "times": len(found) if len(found) > 1 else None,
+        **(cells(figures, {}) if isinstance(figures, Mapping) else {}),
+    }
 
 
 def _each_alarm(folder: RunFolder) -> Iterable[tuple[int, Mapping[str, Any]]]:
     for record in folder.records["alarm"]:
         if isinstance(record["alarm"], Mapping):
             yield record["step"], record["alarm"]
-
-
-def _steps(steps: Sequence[int]) -> str:
-    return str(steps[0]) if len(steps) == 1 else f"{steps[0]} to {steps[-1]}, {len(steps)} times"
-
-
-def _figures(figures: Any) -> str | None:
-    if not isinstance(figures, Mapping) or not figures:
-        return None
-    texts = {
-        name: f"{value:.4g}" if isinstance(value, float) else str(value)
-        for name, value in figures.items()
-    }
-    return ", ".join(f"{name.replace('_', ' ')} {text}" for name, text in texts.items())
 
 
 def _losses(runs: Runs, training: Mapping[str, Mapping[str, Any]]) -> str:
@@ -154,7 +156,7 @@ def _losses(runs: Runs, training: Mapping[str, Mapping[str, Any]]) -> str:
         for step, alarm in _each_alarm(folder):
             text = f"{alarm.get('kind')} {alarm.get('layer') or ''}".strip()
             by_step.setdefault(step, []).append(text)
-        texts = ["<br>".join(dict.fromkeys(lines)) for lines in by_step.values()]
+        texts = [_joined(list(dict.fromkeys(lines))) for lines in by_step.values()]
         alarms[name] = {"step": list(by_step), "text": texts}
     if not any(curve["step"] for curve in [*training.values(), *evaluations.values()]):
         return paragraph("No step and no evaluation was recorded.")
@@ -169,6 +171,11 @@ def _losses(runs: Runs, training: Mapping[str, Mapping[str, Any]]) -> str:
         for record in folder.records["eval_loss"]
     ]
     return drawn + (table(scores, "Evaluations") if scores else paragraph("No evaluation yet."))
+
+
+def _joined(lines: Sequence[str]) -> str:
+    more = len(lines) - _MOST_ALARMS
+    return "<br>".join([*lines[:_MOST_ALARMS], *([f"and {more} more"] if more > 0 else [])])
 
 
 def _costs(runs: Runs, training: Mapping[str, Mapping[str, Any]]) -> list[str]:

@@ -6,7 +6,7 @@ alike; the ratio of step times is the median over the steps of the ratio within 
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from mixprec.hardware import generation
 from mixprec.measure import saved_bytes, sqnr_db
-from mixprec.memory import peak_bytes, process_peak, storage_bytes, tensors_in
+from mixprec.memory import peak_bytes, process_peak, state_bytes, tensors_in
 from mixprec.nn import QuantizedLinear
 from mixprec.quantization import QuantizedTensor
 from mixprec.recipes import Recipe
@@ -101,9 +101,7 @@ class _Contender:
             "accuracy": None,
             "saved_bytes": None,
             "sqnr": dict.fromkeys(OPERAND_KINDS),
-            "param_bytes": storage_bytes(self.trainer.model.parameters()),
-            "grad_bytes": storage_bytes(_gradients(self.trainer.model)),
-            "optimizer_bytes": storage_bytes(tensors_in(self.trainer.optimizer.state_dict())),
+            **state_bytes(self.trainer.model, self.trainer.optimizer),
             "peak_bytes": None,
             # The first step allocates, and compiles.
             "step_ms": self.step_ms[1:] or self.step_ms,
@@ -339,10 +337,6 @@ def _mean_curve(curves: Sequence[Sequence[float]]) -> dict[str, list[Any]]:
 
 def _difference(value: float | None, base: float | None) -> float | None:
     return None if value is None or base is None else value - base
-
-
-def _gradients(model: nn.Module) -> Iterator[Tensor]:
-    return (p.grad for p in model.parameters() if p.grad is not None)
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

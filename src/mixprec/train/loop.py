@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from mixprec.inspection.statistics import StepStatistics
+from mixprec.memory import state_bytes
 from mixprec.nn import Report
 from mixprec.train import checkpoint
 from mixprec.train.config import Config, load, recipe_line, to_toml
@@ -63,7 +64,8 @@ def run(
         show: Shows what the conversion did; by default it is printed with the progress.
 
     Returns: The content of `result.json`: `loss` and `accuracy` of the last evaluation,
-        `train_loss` of the last step, `step_ms` the median step of this process, and what ran.
+        `train_loss` of the last step, `step_ms` the median step of this process, bytes held after
+        it by `mixprec.memory.state_bytes`, and what ran.
     Raises:
         ConfigError: The configuration cannot be used.
         ValueError: `out` holds another run, or a configuration of the user's, or cannot be written;
@@ -170,6 +172,7 @@ class _Run:
 
     def _result(self, step_ms: list[float], seconds: float) -> dict[str, Any]:
         trainer, config = self.trainer, self.trainer.config
+        held = state_bytes(trainer.model, trainer.optimizer)
         result = {
             "model": config.model,
             "recipe": recipe_label(config.recipe, config.base),
@@ -183,6 +186,9 @@ class _Run:
             **self._evaluate(),
             "step_ms": median(step_ms) if step_ms else None,
             "seconds": seconds,
+            **held,
+            # without a step in this process there are none yet
+            "grad_bytes": held["grad_bytes"] or None,
         }
         if self.folder is not None:
             write_json(self.folder / "result.json", result)
