@@ -23,7 +23,7 @@ from mixprec.noise import Noise
 from mixprec.quantization_error import quantize_error
 from mixprec.recipes import OPERANDS, RECIPES
 from mixprec.train import checkpoint
-from mixprec.train.config import Config, load
+from mixprec.train.config import Config, from_dict, load, to_dict
 from mixprec.train.trainer import Trainer
 
 CHOSEN = ("fp8_tensorwise", "mxfp8", "nvfp4", "fp8_rowwise_hp_grad_weight", "fp8_delayed")
@@ -246,6 +246,16 @@ def test_a_run_and_its_checkpoint(config: Config, tmp_path: Path) -> None:
     assert by_place(fresh)["3", "mxfp8", "output.b"].figures != expected
     # the batch of the next step
     assert later["1", "mxfp8", "output.a"] != by_place(fresh)["1", "mxfp8", "output.a"]
+
+
+def test_a_configurations_own_recipe_is_among_them(config: Config) -> None:
+    own = {"variant_of": "mxfp8", "name": "mine", "output": {"a": {"block": [1, 16]}}}
+    config = from_dict({**to_dict(config), "recipe": {"3": own, "*": "nvfp4"}})
+    rows = recipe_errors_of_run(config)
+    names = list(dict.fromkeys(row.recipe for row in rows))
+    assert (names[-1], names.count("nvfp4"), "tf32" in names) == ("mine", 1, True)
+    named = by_place(recipe_errors_of_run(config, recipes=["mine"]))
+    assert named["1", "mine", "output.a"].spec.block == (1, 16)
 
 
 def test_checkpoint_of_another_model_is_refused(config: Config, tmp_path: Path) -> None:

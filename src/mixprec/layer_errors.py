@@ -37,6 +37,7 @@ from mixprec.rounding import SOURCE_FORMATS
 from mixprec.train import checkpoint
 from mixprec.train.config import Config
 from mixprec.train.log import ProgressLines
+from mixprec.train.recipe_choice import resolve_recipe
 from mixprec.train.splits import stream_seed
 from mixprec.train.trainer import Trainer, pick_device
 from mixprec.what_if import first_use, what_if
@@ -142,10 +143,12 @@ def recipe_errors_of_run(
     """``recipe_errors`` of a configuration's model on its next batch.
 
     Args:
-        config: The run; its own recipe has no part in it.
+        config: The run.
         checkpoint_path: The folder of a checkpoint of such a model; without it the model is as a
             run starts with it.
-        recipes, console: As in ``recipe_errors``.
+        recipes: As in ``recipe_errors``, the configuration's own among them: by default too, or by
+            its name.
+        console: As in ``recipe_errors``.
 
     Raises:
         ValueError: As ``recipe_errors``; a checkpoint that is damaged, absent, or of another model.
@@ -163,7 +166,7 @@ def recipe_errors_of_run(
             trainer.model,
             inputs,
             loss=lambda output: trainer.criterion(output, targets),
-            recipes=recipes,
+            recipes=_with_own(config, recipes),
             include=config.convert.include,
             loss_scale=config.scaler.init_scale,
             seed=config.train.seed,
@@ -183,11 +186,7 @@ def _load_model(model: nn.Module, state: Mapping[str, Tensor], path: str | Path)
 
 def _chosen(recipes: Iterable[str | Recipe] | None) -> tuple[Recipe, ...]:
     """The recipes that quantise an operand, each with a text of its own."""
-    if recipes is None:
-        first = {(r.specs, r.loss_scale): r for r in reversed(list(RECIPES.values()))}
-        found = [r for r in RECIPES.values() if first[r.specs, r.loss_scale] is r]
-    else:
-        found = [get_recipe(recipe) for recipe in recipes]
+    found = [get_recipe(recipe) for recipe in recipes] if recipes is not None else _all_recipes()
     names = [str(recipe) for recipe in found]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -201,6 +200,22 @@ def _chosen(recipes: Iterable[str | Recipe] | None) -> tuple[Recipe, ...]:
             f"recipes: got {', '.join(names) or 'none'}; nothing is quantised; name others"
         )
     return chosen
+
+
+def _all_recipes() -> list[Recipe]:
+    """Those of the table, but for those whose products are an earlier one's."""
+    first = {(r.specs, r.loss_scale): r for r in reversed(list(RECIPES.values()))}
+    return [r for r in RECIPES.values() if first[r.specs, r.loss_scale] is r]
+
+
+def _with_own(config: Config, recipes: Iterable[str | Recipe] | None) -> list[str | Recipe]:
+    """The recipes asked for, a configuration's own among them by name or by default."""
+    choice = resolve_recipe(config.recipe)
+    own = {str(r): r for r in (choice.values() if isinstance(choice, dict) else [choice])}
+    if recipes is not None:
+        return [own.get(r, r) if isinstance(r, str) else r for r in recipes]
+    known = _all_recipes()
+    return [*known, *(r for r in own.values() if all(r.specs != other.specs for other in known))]
 
 
 def _widened(model: nn.Module) -> torch.dtype:
