@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from mixprec.inspection.alarms import (
-    DEAD_SAMPLES,
     LOST_SHARE,
     LOWEST_LOSS_SCALE,
+    SAMPLES_IN_A_ROW,
     SATURATION_SHARE,
     STALE_FACTOR,
     Alarm,
@@ -104,10 +104,11 @@ def test_formats_without_a_scale(name: str) -> None:
 
 
 def test_a_history_holds_a_scale_as_long_as_it_is() -> None:
-    spike = replace(ROW, amax=2e-3)
-    assert rows_told(AlarmWatch(history=16), ROW, *[spike] * 15) == [[]] * 16
-    assert rows_told(AlarmWatch(history=16), ROW, *[spike] * 16)[-1] == ["stale_scale"]
-    assert rows_told(AlarmWatch(history=16), ROW, spike, every=100) == [[], ["stale_scale"]]
+    low = replace(ROW, amax=2e-3)
+    # the first amax is the scale of its own step and of 16 more
+    assert rows_told(AlarmWatch(history=16), ROW, *[low] * 16) == [[]] * 17
+    assert rows_told(AlarmWatch(history=16), ROW, *[low] * 17)[-1] == ["stale_scale"]
+    assert rows_told(AlarmWatch(history=16), ROW, low, every=100) == [[], ["stale_scale"]]
 
 
 # ---- gradients that die
@@ -122,10 +123,10 @@ def test_a_history_holds_a_scale_as_long_as_it_is() -> None:
 )
 def test_a_gradient_that_became_zero(dead: OperandStatistics) -> None:
     watch = AlarmWatch()
-    assert rows_told(watch, GRADIENT, *[dead] * (DEAD_SAMPLES - 1), GRADIENT) == [
-        [] for _ in range(DEAD_SAMPLES + 1)
+    assert rows_told(watch, GRADIENT, *[dead] * (SAMPLES_IN_A_ROW - 1), GRADIENT) == [
+        [] for _ in range(SAMPLES_IN_A_ROW + 1)
     ]
-    assert rows_told(watch, *[dead] * DEAD_SAMPLES)[-1] == ["dead_gradient"]
+    assert rows_told(watch, *[dead] * SAMPLES_IN_A_ROW)[-1] == ["dead_gradient"]
     assert rows_told(watch, dead, dead) == [[], []]
 
 
@@ -155,17 +156,21 @@ def test_saturation_above_a_share() -> None:
     assert alarm is not None
     assert (alarm.operand, alarm.figures["saturation"]) == ("q.output.a", 0.034)
     assert alarm.text == "3.4 % of the elements saturate in e4m3; amax 2 is 1.7 of its range"
-    assert (
-        kinds(AlarmWatch(saturation_share=0.05).observe(1, rows=[replace(ROW, saturation=0.04)]))
-        == []
-    )
+
+
+def test_saturation_of_two_samples_in_a_row() -> None:
+    bad = replace(ROW, saturation=0.04)
+    assert rows_told(AlarmWatch(), bad, ROW, bad, bad, bad) == [[], [], [], ["saturation"], []]
+    assert rows_told(AlarmWatch(saturation_share=0.05), bad, bad) == [[], []]
 
 
 def test_of_several_operands_of_a_layer_the_one_that_saturates_most() -> None:
     rows = [
         replace(ROW, saturation=share, operand=side) for side, share in (("a", 0.1), ("b", 0.3))
     ]
-    (alarm,) = AlarmWatch().observe(1, rows=rows)
+    watch = AlarmWatch()
+    assert watch.observe(1, rows=rows) == []
+    (alarm,) = watch.observe(2, rows=rows)
     assert (alarm.operand, alarm.figures["saturation"]) == ("output.b", 0.3)
 
 
@@ -271,13 +276,13 @@ def test_a_result_that_is_not_finite() -> None:
 
 
 def test_each_kind_of_a_layer_is_told_once() -> None:
-    watch, bad = AlarmWatch(), replace(ROW, saturation=0.5)
-    other = replace(bad, layer="fc2")
-    told = [kinds(watch.observe(step, rows=[bad, bad])) for step in range(3)]
-    assert told == [["saturation"], [], []]
-    (alarm,) = watch.observe(4, rows=[bad, other])
+    watch, bad = AlarmWatch(), replace(UPDATE, lost=70)
+    other = replace(bad, parameter="fc2.weight")
+    told = [kinds(watch.observe(step, updates=[bad, bad])) for step in range(3)]
+    assert told == [["lost_updates"], [], []]
+    (alarm,) = watch.observe(4, updates=[bad, other])
     assert alarm.layer == "fc2"
-    assert kinds(watch.observe(5, rows=[bad], loss_scale=65536.0)) == []
+    assert watch.observe(5, updates=[bad], loss_scale=65536.0) == []
 
 
 def test_rows_of_products_are_passed_by() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,14 +13,19 @@ from torch.optim import Optimizer
 from mixprec.amp.autocast import DTYPES, region_dtype
 from mixprec.amp.grad_scaler import GradScaler
 from mixprec.optim import MixedPrecision
-from mixprec.policy import Region
+from mixprec.policy import Operation, Region
 from mixprec.recipes import DYNAMIC, NARROW, Recipe
 
 
-def region(recipe: Recipe) -> AbstractContextManager[Any]:
-    """The region of the recipe's base; nothing for a base of 32 or 64 bits."""
+def region(
+    recipe: Recipe, record: Callable[[Operation], None] | None = None
+) -> AbstractContextManager[Any]:
+    """The region of the recipe's base; nothing for a base of 32 or 64 bits.
+
+    record: Called with each operation that has floating-point results.
+    """
     dtype = region_dtype(recipe)
-    return nullcontext() if dtype is None else Region(dtype)
+    return nullcontext() if dtype is None else Region(dtype, record=record)
 
 
 def cast_parameters(model: nn.Module, recipe: Recipe) -> None:

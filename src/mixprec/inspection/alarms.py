@@ -37,8 +37,9 @@ LOST_SHARE = 0.5
 """Share of a parameter's moving elements whose updates may be lost: beyond it most of them rest."""
 LOWEST_LOSS_SCALE = 8.0
 """Micikevicius et al. 2018, section 3.2, trained with factors from 8 to 32K."""
-DEAD_SAMPLES = 2
-"""Samples in a row without a gradient that count as dead: a batch may leave a layer out once."""
+SAMPLES_IN_A_ROW = 2
+"""For which a gradient is dead, or an operand saturates: a batch may leave a layer out once, and a
+jump saturates a delayed scale once, until it has entered the history."""
 _GRADIENTS = frozenset({("grad_input", "a"), ("grad_weight", "a")})
 _SCALED_BITS = 8
 """Formats of more bits are used without a scale, whose 1 never moves."""
@@ -97,16 +98,16 @@ def rest_of(rest: Rest | None, row: OperandStatistics, step: int) -> Rest | None
 def stale_scale(rest: Rest, row: OperandStatistics, step: int, history: int) -> Alarm | None:
     """A scale that rested while amax moved.
 
-        step - since >= history   and   largest amax / smallest amax >= STALE_FACTOR
+        step - since > history   and   largest amax / smallest amax >= STALE_FACTOR
 
     Args:
-        history: Steps of which a delayed scale takes the largest amax, 1 for a scale of the data at
-            hand: after so many the scale is made of other amaxes.
+        history: Steps of which a delayed scale takes the largest amax, 0 for a scale of the data at
+            hand. The first step's amax is its own scale and that of as many steps after it.
     """
     steps = step - rest.since
     is_scaled = row.format not in FORMATS or FORMATS[row.format].bits <= _SCALED_BITS
     moved = rest.largest / rest.smallest
-    if not is_scaled or steps < max(history, 1) or moved < STALE_FACTOR:
+    if not is_scaled or steps <= history or moved < STALE_FACTOR:
         return None
     return Alarm(
         kind="stale_scale",
@@ -159,7 +160,7 @@ def dead_gradient(place: str, operand: str, figures: Mapping[str, float]) -> Ala
         layer=place,
         operand=operand,
         figures=figures,
-        text=f"the gradient became zero in all elements, in {DEAD_SAMPLES} samples in a row",
+        text=f"the gradient became zero in all elements, in {SAMPLES_IN_A_ROW} samples in a row",
         suggestion="look for units that never fire or a detached branch; where rounding did it "
         "(underflow above 0), raise the loss scale or take a format of more range",
     )
@@ -284,7 +285,7 @@ class AlarmWatch:
     """Applies the rules to a run's samples, and tells each kind of a layer once.
 
     Args:
-        history: The longest amax history of the recipe, 1 where no scale is delayed.
+        history: The longest amax history of the recipe, 0 where no scale is delayed.
         saturation_share: In place of SATURATION_SHARE.
         lost_share: In place of LOST_SHARE.
         min_scale: The floor of the loss scale.
@@ -293,7 +294,7 @@ class AlarmWatch:
     def __init__(
         self,
         *,
-        history: int = 1,
+        history: int = 0,
         saturation_share: float = SATURATION_SHARE,
         lost_share: float = LOST_SHARE,
         min_scale: float = 1.0,
@@ -303,7 +304,7 @@ class AlarmWatch:
         self._min_scale = min_scale
         self._told: set[tuple[str, str]] = set()
         self._rests: dict[str, Rest | None] = {}
-        self._dead: dict[str, int] = {}
+        self._in_a_row: dict[tuple[Kind, str], int] = {}
         self._highest = 0.0
 
     def observe(
@@ -323,7 +324,7 @@ class AlarmWatch:
             loss_scale: The step's, where there is one.
         """
         operands = [row for row in rows if isinstance(row, OperandStatistics)]
-        found: list[Alarm | None] = [saturation(row, self._saturation_share) for row in operands]
+        found = [self._saturated(row) for row in operands]
         found.sort(key=lambda alarm: -alarm.figures["saturation"] if alarm else 0.0)
         found += [self._stale(row, step) for row in operands]
         found += [self._dead_operand(row) for row in operands]
@@ -348,24 +349,30 @@ class AlarmWatch:
         rest = self._rests[key] = rest_of(self._rests.get(key), row, step)
         return None if rest is None else stale_scale(rest, row, step, self._history)
 
+    def _saturated(self, row: OperandStatistics) -> Alarm | None:
+        alarm = saturation(row, self._saturation_share)
+        lasts = self._lasts("saturation", f"{row.layer} {_operand(row)}", alarm is not None)
+        return alarm if lasts else None
+
     def _dead_operand(self, row: OperandStatistics) -> Alarm | None:
         if (row.product, row.operand) not in _GRADIENTS or row.elements == 0:
             return None
         operand, figures = _operand(row), {"amax": row.amax, "underflow": row.underflow}
-        if not self._died(f"{row.layer} {operand}", is_dead(row)):
-            return None
-        return dead_gradient(row.layer, operand, figures)
+        is_over = self._died(f"{row.layer} {operand}", is_dead(row))
+        return dead_gradient(row.layer, operand, figures) if is_over else None
 
     def _dead_parameter(self, update: UpdateStatistics) -> Alarm | None:
         layer, _, name = update.parameter.rpartition(".")
-        if not self._died(update.parameter, update.moving == 0) or update.elements == 0:
-            return None
-        return dead_gradient(layer, name, {"elements": update.elements, "moving": 0})
+        is_over = self._died(update.parameter, update.moving == 0)
+        figures = {"elements": update.elements, "moving": 0}
+        return dead_gradient(layer, name, figures) if is_over and update.elements else None
 
     def _died(self, key: str, is_dead: bool) -> bool:
-        """Whether what was alive once is dead for the DEAD_SAMPLES-th time in a row."""
-        if not is_dead:
-            self._dead[key] = 0
-        elif key in self._dead:
-            self._dead[key] += 1
-        return self._dead.get(key, 0) >= DEAD_SAMPLES
+        """Whether what lived once is dead, and not for the first time."""
+        has_lived = ("dead_gradient", key) in self._in_a_row
+        return (has_lived or not is_dead) and self._lasts("dead_gradient", key, is_dead)
+
+    def _lasts(self, kind: Kind, key: str, holds: bool) -> bool:
+        count = self._in_a_row.get((kind, key), 0) + 1 if holds else 0
+        self._in_a_row[kind, key] = count
+        return count >= SAMPLES_IN_A_ROW

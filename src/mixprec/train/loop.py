@@ -10,10 +10,12 @@ from typing import Any
 
 from rich.console import Console
 
+from mixprec.inspection.alarms import Alarm
 from mixprec.inspection.statistics import StepStatistics
 from mixprec.memory import state_bytes
 from mixprec.nn import Report
 from mixprec.train import checkpoint
+from mixprec.train.alarms import RunAlarms
 from mixprec.train.config import Config, load, recipe_line, to_toml
 from mixprec.train.events import Events
 from mixprec.train.faults import NonFiniteError
@@ -81,7 +83,13 @@ def run(
     with checkpoint.isolated_generators(device):
         trainer = Trainer(config)
         events = Events(folder and folder / _EVENTS, is_asked=config.inspect.tensorboard)
-        with closing(trainer), closing(events), ProgressLines(trainer.total, console) as lines:
+        alarms = RunAlarms(trainer)
+        with (
+            closing(trainer),
+            closing(events),
+            closing(alarms),
+            ProgressLines(trainer.total, console) as lines,
+        ):
             _resume(trainer, folder, resume, lines)
             if folder is not None:
                 create_folder(folder)
@@ -95,7 +103,12 @@ def run(
             if config.inspect.every and trainer.watcher is None:
                 lines.line("inspect.every: no layer is converted, so that there are no statistics")
             return _Run(
-                trainer=trainer, folder=folder, metrics=metrics, events=events, lines=lines
+                trainer=trainer,
+                folder=folder,
+                metrics=metrics,
+                events=events,
+                alarms=alarms,
+                lines=lines,
             ).train(stop)
 
 
@@ -107,11 +120,13 @@ class _Run:
     folder: Path | None
     metrics: Metrics
     events: Events
+    alarms: RunAlarms
     lines: ProgressLines
 
     def train(self, stop: Callable[[], bool]) -> dict[str, Any]:
         """Every step that is left, then the result."""
         started, step_ms = time.perf_counter(), []
+        self._tell(self.trainer.done, self.alarms.start())
         try:
             while self.trainer.done < self.trainer.total:
                 step_ms.append(self._step())
@@ -120,12 +135,14 @@ class _Run:
                     raise Preempted(saved or self._save())
             return self._result(step_ms, time.perf_counter() - started)
         except NonFiniteError as error:
+            self._tell(error.step, self.alarms.failed(error))
             self.metrics.write(step=error.step, error=str(error))
             raise
 
     def _step(self) -> float:
         """One optimizer step with its records; milliseconds."""
         trainer = self.trainer
+        self.alarms.before_step()
         started = time.perf_counter()
         record = trainer.step()
         milliseconds = 1e3 * (time.perf_counter() - started)
@@ -139,6 +156,7 @@ class _Run:
             self.lines.advance(record.step, text)
         if trainer.statistics is not None:
             self._inspected(trainer.statistics)
+        self._tell(record.step, self.alarms.after_step(record))
         if record.step % trainer.steps_per_epoch == 0 and record.step < trainer.total:
             self._evaluate()
         return milliseconds
@@ -148,6 +166,11 @@ class _Run:
         self.events.write(statistics)
         if statistics.worst is not None:
             self.lines.line(f"step {statistics.step}: lowest {statistics.worst}")
+
+    def _tell(self, step: int, alarms: list[Alarm]) -> None:
+        for alarm in alarms:
+            self.metrics.write(**alarm.to_record(step))
+            self.lines.line(f"ALARM at step {step}, {alarm}; {alarm.suggestion}")
 
     def _evaluate(self) -> dict[str, float | None]:
         trainer, score = self.trainer, self.trainer.evaluate()

@@ -21,6 +21,7 @@ from mixprec.amp.inputs import cast_inputs
 from mixprec.amp.setup import cast_parameters, region, scaler_for, with_update
 from mixprec.inspection.statistics import StepStatistics
 from mixprec.inspection.watch import Watcher
+from mixprec.policy import Operation
 from mixprec.recipes import DYNAMIC
 from mixprec.train import checkpoint, optimizers
 from mixprec.train.config import Config, to_dict
@@ -96,6 +97,7 @@ class Trainer:
         loss: The training loss of the last one; NaN before the first.
         watcher: What samples steps; None without `inspect.every` or converted layers.
         statistics: Of the last step, if it was sampled.
+        record_operation: Called with each operation in a region of 16 bits; None for nobody.
     """
 
     def __init__(self, config: Config, dataset: Dataset | None = None) -> None:
@@ -126,6 +128,7 @@ class Trainer:
         every = config.inspect.every if self.report.converted else None
         self.watcher = None if every is None else Watcher(self.model, every)
         self.statistics: StepStatistics | None = None
+        self.record_operation: Callable[[Operation], None] | None = None
 
     @property
     def steps_per_epoch(self) -> int:
@@ -172,7 +175,7 @@ class Trainer:
         return self._output_and_loss(inputs, targets)[1]
 
     def _output_and_loss(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        with region(self.recipe):
+        with region(self.recipe, self.record_operation):
             output = self._forward(self._cast(inputs))
             return output, self.criterion(output, targets)
 
