@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,18 @@ def test_json_and_the_folder(cli: Callable, config: Path, tmp_path: Path) -> Non
     assert "fp8_delayed" in page
     assert page.lower().startswith("<!doctype html>")
     assert "step 3 of 3" in err
+
+
+def test_without_plotly_there_is_no_page_and_a_line_says_so(
+    cli: Callable, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "plotly.io", None)
+    words = ["--recipes", "fp32", "--steps", "1", "--out", str(tmp_path)]
+    code, out, _ = cli("compare", str(config), *words)
+    assert code == 0
+    assert f"result.json and losses.csv are in {tmp_path}" in out
+    assert "no compare.html: plotly: got" in out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["losses.csv", "result.json"]
 
 
 def test_sums_of_fewer_bits_beside_those_of_fp32(cli: Callable, config: Path) -> None:

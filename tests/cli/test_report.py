@@ -19,6 +19,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three steps on a stand-in for MNIST."""
     digits = write_idx_folder(tmp_path_factory.mktemp("digits"))
     settings = [f"data.path={digits}", "data.batch_size=8", "train.steps=3", "train.log_every=1"]
+    settings += ["inspect.every=2"]
     out = tmp_path_factory.mktemp("runs") / "digits"
     run(load(None, ["recipe=fp16", "optimizer.lr=0.1", *settings]), out=out)
     return out
@@ -35,6 +36,9 @@ def test_page_of_a_real_run(cli: Callable, folder: Path) -> None:
     assert (evaluation["x"], evaluation["y"]) == ([3], [result["loss"]])
     (line,) = traces(text, "scales")
     assert line["y"] == [65536.0] * 3
+    maps = traces(text, "statistics-0")
+    assert {tuple(trace["x"]) for trace in maps} == {(2,)}
+    assert {"fc1", "fc2"} <= set(maps[0]["y"])
     settings = {row["setting"]: row["digits"] for row in Page(text).table("Every setting")}
     assert settings["recipe"] == "fp16"
 

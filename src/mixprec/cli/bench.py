@@ -8,7 +8,15 @@ from typing import Annotated, Any
 import typer
 
 from mixprec.cli.options import Json, Recipes, names
-from mixprec.cli.output import MEMORY, console, megabytes, number, print_json, print_table
+from mixprec.cli.output import (
+    MEMORY,
+    console,
+    megabytes,
+    number,
+    print_json,
+    print_table,
+    written_page,
+)
 
 ERROR = 1
 GIGABYTE = 1e9
@@ -196,11 +204,7 @@ def _written(
     write_json(folder / "result.json", result)
     if not result["rows"]:
         return [f"result.json is in {folder}"]
-    try:
-        (folder / "bench.html").write_text(render(result), encoding="utf-8")
-    except ImportError as error:
-        return [f"result.json is in {folder}", f"no bench.html: {error}"]
-    return [f"result.json and bench.html are in {folder}"]
+    return written_page(folder / "bench.html", lambda: render(result), beside=["result.json"])
 
 
 def _batches(listed: str | None) -> list[int] | str | None:

@@ -9,7 +9,15 @@ from typing import Annotated, Any
 import typer
 
 from mixprec.cli.options import Base, Device, Json, Recipes, names
-from mixprec.cli.output import MEMORY, console, megabytes, number, print_json, print_table
+from mixprec.cli.output import (
+    MEMORY,
+    console,
+    megabytes,
+    number,
+    print_json,
+    print_table,
+    written_page,
+)
 from mixprec.cli.train import NON_FINITE
 
 COLUMNS = (
@@ -81,14 +89,16 @@ def compare(
         accumulate=names(accumulate),
         console=Console(stderr=as_json),
     )
+    files = []
     if out is not None:
-        (Path(out) / "compare.html").write_text(render(result), encoding="utf-8")
+        page = Path(out) / "compare.html"
+        files = written_page(page, lambda: render(result), beside=["result.json", "losses.csv"])
     if as_json:
         print_json(result)
     else:
         _show(result)
-        if out is not None:
-            console().print(f"result.json, losses.csv and compare.html are in {out}")
+        for line in files:
+            console().print(line, soft_wrap=True)
     if all(run["failure"] for run in result["runs"]):
         raise typer.Exit(NON_FINITE)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
@@ -122,6 +123,22 @@ def _groups(widths: Sequence[int], available: int) -> list[list[int]]:
         groups[-1].append(i)
         room -= needed
     return groups
+
+
+def written_page(path: Path, render: Callable[[], str], *, beside: Sequence[str]) -> list[str]:
+    """Writes a page into a folder that holds other files; lines that say what is there.
+
+    Without the plotting library there is no page, and a line says so.
+    """
+    names, missing = list(beside), []
+    try:
+        path.write_text(render(), encoding="utf-8")
+        names.append(path.name)
+    except ImportError as error:
+        missing.append(f"no {path.name}: {error}")
+    *others, last = names
+    listed = f"{', '.join(others)} and {last} are" if others else f"{last} is"
+    return [f"{listed} in {path.parent}", *missing]
 
 
 def print_json(data: Any) -> None:
