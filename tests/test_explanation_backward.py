@@ -12,10 +12,12 @@ import torch
 from test_explanation import Net, X, mse
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import mixprec
 from mixprec.explanation import LOSS, OperationRow, explain
+from mixprec.rounding import SOURCE_FORMATS
 
 XS = torch.linspace(-1, 1, 48).reshape(2, 3, 8)
 PRODUCTS = ["grad_input", "grad_weight", "grad_bias"]
@@ -45,6 +47,39 @@ def test_backward_of_a_chain_is_forward_from_its_end(base: str, policy: str) -> 
         left = len(of.inputs) - without.get(of.operation, 0)
         assert (len(row.outputs), set(row.outputs)) == (left, set(of.inputs))
         assert (row.compute, row.rule) == (of.compute, of.rule)
+
+
+class Dispatched(TorchDispatchMode):
+    """The types of the gradients that torch's own kernels for backward take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.types: dict[str, torch.dtype] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if isinstance(args[0], Tensor):
+            self.types[func._schema.name.removeprefix("aten::")] = args[0].dtype
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("policy", ["cuda", "torch_cpu"])
+def test_gradients_compute_in_the_types_that_their_kernels_get(policy: str) -> None:
+    kernels = {
+        "layer_norm": "native_layer_norm_backward",
+        "gelu": "gelu_backward",
+        "softmax": "_softmax_backward_data",
+    }
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU())
+    model.append(nn.Softmax(-1))
+    _, backward = phases(explain(model, XS, "bf16", policy))
+    with mixprec.amp.autocast(dtype=torch.bfloat16, policy=policy):
+        out = model(XS)
+    with Dispatched() as seen:
+        out.backward(torch.ones_like(out))
+    rows = {row.operation: row for row in backward}
+    for operation, kernel in kernels.items():
+        # of the input and its gradient; parameters may have another
+        assert rows[operation].compute[0] == str(SOURCE_FORMATS[seen.types[kernel]])
 
 
 def test_converted_layers_show_their_products_with_operands() -> None:
