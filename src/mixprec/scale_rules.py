@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mixprec.codes import codes_of, decode
+from mixprec.codes import codes_of, decode, looked_up
 from mixprec.formats import FloatFormat, get_format
 from mixprec.rounding import can_look_at, round_float
 
@@ -75,16 +75,8 @@ def _is_nonfinite(amax: Tensor) -> Tensor:
     return ~(amax < math.inf)
 
 
-def _looked_up(table: Tensor, codes: Tensor) -> Tensor:
-    """An entry for each code, in the codes' memory layout."""
-    if codes.ndim == 2 and codes.stride(0) == 1 and codes.stride(1) > 1:
-        return _looked_up(table, codes.t()).t()
-    index = codes.reshape(-1).to(torch.int32)
-    return table.to(codes.device).index_select(0, index).view(codes.shape)
-
-
 def _e8m0_scale(codes: Tensor) -> Tensor:
-    return _looked_up(_E8M0_VALUES, codes)
+    return looked_up(_E8M0_VALUES, codes)
 
 
 def _e8m0(amax: Tensor, code: Tensor) -> Scales:
@@ -92,7 +84,7 @@ def _e8m0(amax: Tensor, code: Tensor) -> Scales:
     code = code.clamp_(0, _E8M0_LAST).masked_fill_(_is_nonfinite(amax), _E8M0_NAN)
     if torch.compiler.is_compiling():
         return Scales(_e8m0_encode(code), code.to(torch.uint8))
-    return Scales(_looked_up(_E8M0_ENCODE, code), code.to(torch.uint8))
+    return Scales(looked_up(_E8M0_ENCODE, code), code.to(torch.uint8))
 
 
 def _e8m0_encode(code: Tensor) -> Tensor:
@@ -159,14 +151,14 @@ def _nvfp4(amax: Tensor, fmt: FloatFormat) -> Scales:
     if not is_finite:
         codes = codes.masked_fill_(_is_nonfinite(amax), _E4M3.nan_code)
     # of every block scale that there can be, so that a division is made 256 times
-    encode = _looked_up(_reciprocal(_E4M3_VALUES.to(amax.device) * _reciprocal(whole)), codes)
+    encode = looked_up(_reciprocal(_E4M3_VALUES.to(amax.device) * _reciprocal(whole)), codes)
     if not is_positive:
         encode = encode.masked_fill_(amax == 0, 1.0)
     return Scales(encode, codes, largest.reshape(1, 1))
 
 
 def _nvfp4_scale(codes: Tensor) -> Tensor:
-    return _looked_up(_E4M3_VALUES, codes)
+    return looked_up(_E4M3_VALUES, codes)
 
 
 def tensor_scale(tensor_amax: Tensor) -> Tensor:
