@@ -53,6 +53,7 @@ LAYERS = [
     "pages",
     "support",
     "survey",
+    "planning",
     "launch",
     "explanation",
     "layer_errors",

@@ -44,6 +44,7 @@ PUBLIC = {
     "finfo",
     "linear",
     "load_state_dict",
+    "plan",
     "quantize",
     "quantize_error",
     "quantized_matmul",

@@ -18,6 +18,7 @@ from mixprec.nn import (
     sync_scales,
 )
 from mixprec.noise import Noise
+from mixprec.planning import plan
 from mixprec.quantization import QuantizedTensor, QuantSpec, quantize
 from mixprec.quantization_error import ErrorFigures, quantize_error
 from mixprec.recipes import RECIPES, Recipe
@@ -51,6 +52,7 @@ __all__ = [
     "finfo",
     "linear",
     "load_state_dict",
+    "plan",
     "quantize",
     "quantize_error",
     "quantized_matmul",

@@ -332,5 +332,5 @@ def _share(count: int, tensor: Tensor) -> float:
 
 
 def _address(tensor: Tensor) -> int:
-    """Address of the storage behind a tensor."""
-    return tensor.untyped_storage().data_ptr()
+    """Address of the storage behind a tensor; not of its memory, which there is none of on meta."""
+    return tensor.untyped_storage()._cdata

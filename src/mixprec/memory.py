@@ -45,6 +45,7 @@ class live_bytes:
         tensors: What exists already and counts from the start.
         apart: Tensors whose storages never count, such as a data set that batches are cut from.
         limit: Bytes; more of them raise ``OverLimit`` in the operation that made them.
+        meta: Count tensors on ``meta`` as well, as if they had their bytes: a rehearsal.
 
     Attributes:
         now: Bytes alive; after the block those that were alive at its end.
@@ -52,8 +53,8 @@ class live_bytes:
 
     Exactness: exact in what it sees. It does not see what an operation allocates and frees inside
     itself, what a compiled graph or other code outside of torch's dispatcher allocates, tensors
-    without a storage (sparse ones), and those on ``meta``, which have no bytes. A limit is noticed
-    after the operation, so leave room for its result.
+    without a storage (sparse ones), and, unless asked to, those on ``meta``, which have no bytes. A
+    limit is noticed after the operation, so leave room for its result.
     """
 
     def __init__(
@@ -62,9 +63,10 @@ class live_bytes:
         *,
         apart: Iterable[Tensor] = (),
         limit: int | None = None,
+        meta: bool = False,
     ) -> None:
         self.now = self.peak = 0
-        self._limit = limit
+        self._limit, self._meta = limit, meta
         self._sizes: dict[int, int] = {}
         self._watches: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         # held, so that no later storage takes one of these addresses
@@ -88,7 +90,7 @@ class live_bytes:
 
     def _note(self, value: object) -> None:
         """Count the storages in a nested value that are new, or have another size than before."""
-        for storage in _storages(tree_leaves(value)):
+        for storage in _storages(tree_leaves(value), meta=self._meta):
             key = storage._cdata
             if key in self._apart:
                 continue
@@ -220,9 +222,9 @@ def _with_peak(function: Callable[..., Result], arguments: tuple[object, ...]) -
     return function(*arguments), process_peak()
 
 
-def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the storages behind some tensors, each once and whole."""
-    return sum({s._cdata: s.nbytes() for s in _storages(tensors)}.values())
+def storage_bytes(tensors: Iterable[Tensor], *, meta: bool = False) -> int:
+    """Bytes of the storages behind some tensors, each once and whole; on ``meta`` if asked to."""
+    return sum({s._cdata: s.nbytes() for s in _storages(tensors, meta=meta)}.values())
 
 
 def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
@@ -245,9 +247,9 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         yield from (tensor for entry in value for tensor in tensors_in(entry))
 
 
-def _storages(values: Iterable[object]) -> Iterator[torch.UntypedStorage]:
+def _storages(values: Iterable[object], *, meta: bool = False) -> Iterator[torch.UntypedStorage]:
     for value in values:
-        if isinstance(value, Tensor) and value.device.type != "meta":
+        if isinstance(value, Tensor) and (meta or value.device.type != "meta"):
             try:
                 yield value.untyped_storage()
             except (NotImplementedError, RuntimeError):

@@ -128,12 +128,7 @@ def native_support(
     Raises:
         ValueError: An unknown vendor, or a version without two numbers.
     """
-    place = _Place(
-        unit=generation(capability, vendor) if capability else None,
-        capability=capability or (0, 0),
-        torch=release(torch_version),
-        cpu_formats=_cpu_formats(features),
-    )
+    place = _place(capability, torch_version, vendor, features)
     if isinstance(what, FloatFormat):
         formats = [what]
         reason = place.why_not_format(what)
@@ -146,6 +141,36 @@ def native_support(
     notes = _notes_on_sums(place.unit, formats)
     return Support(
         name=str(what), native=True, impls={}, reason="; ".join([f"native on {place}", *notes])
+    )
+
+
+def why_not_native(
+    recipe: Recipe,
+    capability: tuple[int, int] | None,
+    torch_version: str = str(torch.__version__),
+    *,
+    vendor: str = "nvidia",
+    features: Mapping[str, bool] = _NO_FEATURES,
+) -> dict[str, str | None]:
+    """Of each of a recipe's products why such hardware does not run it natively, or None.
+
+    Args, Raises: As for ``native_support``.
+    """
+    place = _place(capability, torch_version, vendor, features)
+    return {product: place.why_not_product(getattr(recipe, product)) for product in PRODUCTS}
+
+
+def _place(
+    capability: tuple[int, int] | None,
+    torch_version: str,
+    vendor: str,
+    features: Mapping[str, bool],
+) -> _Place:
+    return _Place(
+        unit=generation(capability, vendor) if capability else None,
+        capability=capability or (0, 0),
+        torch=release(torch_version),
+        cpu_formats=_cpu_formats(features),
     )
 
 

@@ -79,14 +79,15 @@ def peak_rate(recipe: Recipe, row: Accelerator | None) -> float | None:
     """
     if row is None:
         return None
-    rates = [_rate(getattr(recipe, product), recipe, row) for product in PRODUCTS]
+    rates = [product_rate(getattr(recipe, product), recipe, row) for product in PRODUCTS]
     known = [rate for rate in rates if rate is not None]
     if len(known) < len(rates):
         return None
     return len(known) / sum(1 / rate for rate in known)
 
 
-def _rate(spec: GemmSpec, recipe: Recipe, row: Accelerator) -> float | None:
+def product_rate(spec: GemmSpec, recipe: Recipe, row: Accelerator) -> float | None:
+    """Operations a second of one product of a recipe; None where the table has no rate for it."""
     if spec.accumulate == EXACT:
         return None
     formats = [_format(operand, recipe) for operand in (spec.a, spec.b)]

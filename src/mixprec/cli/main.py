@@ -21,6 +21,7 @@ from mixprec.cli.errors import errors
 from mixprec.cli.exec import exec_
 from mixprec.cli.explain import explain
 from mixprec.cli.formats import formats
+from mixprec.cli.plan import plan
 from mixprec.cli.recipes import recipes
 from mixprec.cli.report import report
 from mixprec.cli.train import train
@@ -68,7 +69,7 @@ def _options(
     context.obj["debug"] = debug
 
 
-for command in (formats, recipes, doctor, explain, errors, train, report):
+for command in (formats, recipes, doctor, explain, errors, plan, train, report):
     app.command()(command)
 app.command(short_help="One model under several recipes, one table.")(compare)
 app.add_typer(bench, name="bench", short_help="Step time and memory by recipe; GEMM tables.")

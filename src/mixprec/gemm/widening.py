@@ -98,7 +98,7 @@ class _Originals:
     def widen(self, x: Tensor) -> Tensor:
         wide = x.float()
         if not self._is_off and x.layout == torch.strided and wide.numel():
-            self._sources[wide.untyped_storage().data_ptr()] = x.detach(), wide.detach()
+            self._sources[wide.untyped_storage()._cdata] = x.detach(), wide.detach()
         return wide
 
     def hooks(self) -> AbstractContextManager[None]:
@@ -114,7 +114,7 @@ class _Originals:
         pack = self._outer[0] if self._outer is not None else lambda x: x
         if saved.layout != torch.strided or saved.dtype != torch.float32 or not saved.numel():
             return _Kept(pack(saved))
-        known = self._sources.get(saved.untyped_storage().data_ptr())
+        known = self._sources.get(saved.untyped_storage()._cdata)
         if known is None:
             return _Kept(pack(saved))
         source, wide = known

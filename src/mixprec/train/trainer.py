@@ -111,7 +111,7 @@ class Trainer:
         torch.manual_seed(config.train.seed)
         model, self.criterion = build_model(config.model, config.model_options)
         self.model = model.to(self.device)
-        self.report = _convert(self.model, config)
+        self.report = converted(self.model, config)
         optimizers.rehearse(config.optimizer, self.device)
         optimizer = optimizers.make(config.optimizer, self.model.named_parameters())
         self.optimizer = with_update(optimizer, self.recipe, config.train.seed)
@@ -356,7 +356,8 @@ class Trainer:
         return norm
 
 
-def _convert(model: nn.Module, config: Config) -> layers.Report:
+def converted(model: nn.Module, config: Config) -> layers.Report:
+    """Convert a model in place as a configuration asks; what was done."""
     options = config.convert
     return layers.convert(
         model,

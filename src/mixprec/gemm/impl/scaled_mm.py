@@ -38,6 +38,7 @@ from torch.nn.functional import pad
 from mixprec.codes import float8_dtype
 from mixprec.gemm import block_scales, native
 from mixprec.hardware import generation
+from mixprec.quant_spec import QuantSpec
 from mixprec.quantization import Operand, QuantizedTensor
 
 _MULTIPLE = 16
@@ -182,6 +183,20 @@ def _operand(q: QuantizedTensor, *, fill_rows: bool) -> Tensor:
     dtype = float8_dtype(q.spec.format)
     assert dtype is not None
     return codes.view(dtype)
+
+
+def filled(a: QuantSpec, b: QuantSpec, sizes: tuple[int, int, int]) -> tuple[int, int, int]:
+    """M, N and K as the units multiply them, filled up with zeros.
+
+    Args:
+        a, b: How the operands are quantised.
+        sizes: M, N and K of the product.
+    """
+    m, n, k = sizes
+    scaling = block_scales.scaling_of(a)
+    if scaling is None or block_scales.scaling_of(b) is None:
+        return m, n + _missing(n), k + _missing(k)
+    return m + -m % _MULTIPLE, n + -n % _MULTIPLE, k + -k % scaling.fill
 
 
 def _missing(size: int) -> int:

@@ -1,0 +1,213 @@
+"""Planned bytes against those of real training steps, and against sums worked out by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from mixprec.bench.contender import Case, Contender, Settings
+from mixprec.bench.presets import EAGER, workload_of
+from mixprec.planning import plan
+from mixprec.planning.records import MemoryPlan
+from mixprec.recipes import get_recipe, with_base
+from mixprec.train.config import Config, OptimizerConfig, from_dict
+
+MODELS: dict[str, dict[str, Any]] = {
+    "mnist_cnn": {},
+    "vit": {"preset": "tiny"},
+    "gpt": {"preset": "tiny"},
+}
+# the peak of emulation on a CPU, where values are looked at and operands are decoded at once
+PEAK = 0.2
+
+
+def config(model: str, recipe: str, batch: int, **rest: Any) -> Config:
+    table = {"model": model, "recipe": recipe, "model_options": MODELS.get(model, {})}
+    return from_dict(
+        table | {"data": {"batch_size": batch}, "optimizer": {"name": "adam", "lr": 1e-3}} | rest
+    )
+
+
+def measured(model: str, recipe: str, base: str | None, batch: int) -> dict[str, int | None]:
+    """What the counters see of the second step of a real run."""
+    resolved = get_recipe(recipe)
+    resolved = resolved if base is None else with_base(resolved, base)
+    contender = Contender(
+        workload_of(model, MODELS[model]),
+        Case(label=recipe, recipe=resolved, mode=EAGER, batch=batch),
+        Settings(device=torch.device("cpu"), optimizer=OptimizerConfig(name="adam", lr=1e-3)),
+    )
+    contender.first_step()
+    return contender.memory()
+
+
+CASES = [
+    ("mnist_cnn", "fp32", None, 16),
+    ("mnist_cnn", "fp8_rowwise", "bf16", 16),
+    ("mnist_cnn", "O2", None, 16),
+    ("gpt", "bf16_pure", None, 1),
+    ("gpt", "fp8_tensorwise", None, 1),
+    ("vit", "fp8_tensorwise", "bf16", 1),
+]
+MORE = [
+    (model, recipe, base, 2)
+    for model in MODELS
+    for recipe, base in (
+        ("fp64", None),
+        ("bf16", None),
+        ("fp8_delayed", None),
+        ("fp8_blockwise", "bf16"),
+        ("mxfp8", None),
+        ("nvfp4", "bf16"),
+    )
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "recipe", "base", "batch"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],
+)
+def test_bytes_are_those_of_a_real_step(
+    model: str, recipe: str, base: str | None, batch: int
+) -> None:
+    real = measured(model, recipe, base, batch)
+    made = plan(config(model, recipe, batch, **({"base": base} if base else {})), "cpu")
+    memory = made.recipes[0].memory
+    assert memory.parameters == real["param_bytes"]
+    assert memory.gradients == real["grad_bytes"]
+    assert memory.optimizer + memory.masters == real["optimizer_bytes"]
+    assert memory.activations == pytest.approx(real["saved_bytes"], rel=0.05)
+    assert memory.peak == pytest.approx(real["peak_bytes"], rel=PEAK)
+
+
+GPT = {"context": 16, "width": 32, "depth": 6, "heads": 4, "vocabulary": 256}
+PLAIN = {"name": "sgd", "lr": 0.1}
+
+
+def small_gpt(recipe: str = "fp32", batch: int = 2, **options: int) -> Config:
+    chosen = {"model_options": GPT | options, "optimizer": PLAIN}
+    return config("gpt", recipe, batch, **chosen)
+
+
+def memory_of(made: Config, target: str = "cpu", **rest: Any) -> MemoryPlan:
+    return plan(made, target, **rest).recipes[0].memory
+
+
+def gpt_parameters(context: int, width: int, depth: int, heads: int, vocabulary: int) -> int:
+    """Two norms, qkv, proj, fc1 and fc2 a block; embedding, positions, a norm and the head."""
+    block = 4 * width + 12 * width**2 + 9 * width
+    return depth * block + (2 * vocabulary + context + 2) * width + vocabulary
+
+
+def test_bytes_of_parameters_follow_from_shapes() -> None:
+    made = plan(small_gpt(), "h100")
+    count = gpt_parameters(**GPT)
+    memory = made.recipes[0].memory
+    assert made.parameters == count
+    assert (memory.parameters, memory.gradients) == (4 * count, 4 * count)
+    assert (memory.masters, memory.optimizer) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "parameters", "gradients", "masters"),
+    [
+        ("fp64", 8, 8, 0),
+        ("bf16", 4, 4, 0),
+        ("bf16_pure", 2, 4, 0),
+        ("O2", 2, 4, 4),
+        ("O3", 2, 4, 0),
+    ],
+)
+def test_bytes_a_parameter_by_recipe(
+    recipe: str, parameters: int, gradients: int, masters: int
+) -> None:
+    adam = {"name": "adam", "lr": 0.1}
+    memory = memory_of(config("gpt", recipe, 2, model_options=GPT, optimizer=adam))
+    count = gpt_parameters(**GPT)
+    assert memory.parameters == parameters * count
+    assert memory.gradients == gradients * count
+    assert memory.masters == masters * count
+    # two averages in the update's type, and a count of steps for each tensor
+    assert 0 < memory.optimizer - 2 * (8 if recipe == "fp64" else 4) * count < 1000
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_activations_follow_from_shapes(batch: int) -> None:
+    tokens, width, heads = batch * GPT["context"], GPT["width"], GPT["heads"]
+    unit, statistics = 4 * tokens * width, 2 * 4 * tokens
+    # norm1 and its output, q, k, v, attention and its sums, norm2 and its output, gelu, fc2
+    block = (1 + 1 + 3 + 1 + 1 + 1 + 4 + 4) * unit + 2 * statistics + 4 * tokens * heads
+    head = 2 * unit + statistics + 4 * tokens * GPT["vocabulary"]
+    indices = 2 * 8 * tokens
+    expected = GPT["depth"] * block + head + indices
+    # a kernel's random state, and sums of a few numbers
+    assert 0 <= memory_of(small_gpt(batch=batch)).activations - expected < 40 * GPT["depth"]
+
+
+def test_codes_of_8_bits_take_a_quarter_of_what_products_keep() -> None:
+    unit = 4 * 2 * GPT["context"] * GPT["width"]
+    kept = memory_of(small_gpt("fp8_tensorwise")).activations
+    saved = memory_of(small_gpt()).activations - kept
+    # inputs of qkv, fc1 (1 unit each) and fc2 (4) and of the head shrink; proj keeps its codes
+    # beside what attention keeps
+    expected = GPT["depth"] * (0.75 * (1 + 1 + 4) - 0.25) * unit + 0.75 * unit
+    layers = 4 * GPT["depth"] + 1
+    assert 0 <= expected - saved < 64 * layers
+
+
+def test_repeated_blocks_that_are_left_out_change_no_figure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = small_gpt("fp8_rowwise", depth=7)
+    short = plan(made, "h100", gpus=1, memory="30MB")
+    monkeypatch.setattr("mixprec.planning.planner.find_repeats", lambda model: [])
+    assert plan(made, "h100", gpus=1, memory="30MB") == short
+
+
+def test_the_largest_batch_fits_and_one_more_does_not() -> None:
+    for limit in ("3MB", "12MB"):
+        largest = plan(small_gpt(), "a100", limit).recipes[0].largest_batch
+        assert largest > 2
+        at, over = (plan(small_gpt(), "a100", limit, batch=largest + n) for n in (0, 1))
+        assert (at.recipes[0].fits, over.recipes[0].fits) == (True, False)
+
+
+def test_where_no_row_fits_the_largest_batch_is_none() -> None:
+    made = plan(small_gpt(), "a100", "500kB").recipes[0]
+    assert (made.fits, made.largest_batch) == (False, 0)
+
+
+def test_sharding_divides_all_but_activations() -> None:
+    adam = {"optimizer": {"name": "adam", "lr": 0.1}}
+    made = config("gpt", "O2", 2, model_options=GPT, **adam)
+    one, eight = memory_of(made), memory_of(made, gpus=8)
+    for name in ("parameters", "gradients", "masters", "optimizer"):
+        assert getattr(eight, name) == -(-getattr(one, name) // 8)
+    assert eight.activations == one.activations
+    shares = eight.parameters + eight.masters + eight.optimizer
+    block = 2 * (12 * GPT["width"] ** 2 + 13 * GPT["width"])
+    gathered = one.parameters - (GPT["depth"] - 2) * block
+    assert shares + gathered + eight.activations <= eight.peak < one.peak
+
+
+def test_accumulation_has_gradients_throughout_forward() -> None:
+    once, twice = (
+        memory_of(config("gpt", "fp32", 64, model_options=GPT, optimizer=PLAIN, train=train))
+        for train in ({"accumulate": 1}, {"accumulate": 4})
+    )
+    # activations of so many rows outweigh all else, so that the peak is where backward starts
+    assert twice.peak - once.peak == once.gradients
+
+
+@pytest.mark.slow
+def test_a_transformer_of_405_billion_parameters() -> None:
+    sizes = {"context": 8192, "width": 16384, "depth": 126, "heads": 128, "vocabulary": 256}
+    made = plan(
+        config("gpt", "fp8_tensorwise", 1, model_options=sizes, base="bf16"), "h100", gpus=2048
+    )
+    assert made.parameters == gpt_parameters(**sizes) == 406_043_885_824
+    (entry,) = made.recipes
+    assert entry.memory.parameters == -(-4 * made.parameters // 2048)
+    assert sum(layer.status == "native" for layer in entry.layers) == 4 * 126 + 1
