@@ -13,14 +13,15 @@ from mixprec.planning import plan
 from mixprec.planning.records import MemoryPlan
 from mixprec.recipes import get_recipe, with_base
 from mixprec.train.config import Config, OptimizerConfig, from_dict
+from mixprec.train.models import build_model
 
 MODELS: dict[str, dict[str, Any]] = {
     "mnist_cnn": {},
     "vit": {"preset": "tiny"},
     "gpt": {"preset": "tiny"},
 }
-# the peak of emulation on a CPU, where values are looked at and operands are decoded at once
-PEAK = 0.2
+# of what the counter measures; above it where a CPU works in pieces and a GPU on whole tensors
+CLOSE, WHOLE = 1.05, 2.0
 
 
 def config(model: str, recipe: str, batch: int, **rest: Any) -> Config:
@@ -47,16 +48,16 @@ CASES = [
     ("mnist_cnn", "fp32", None, 16),
     ("mnist_cnn", "fp8_rowwise", "bf16", 16),
     ("mnist_cnn", "O2", None, 16),
-    ("gpt", "bf16_pure", None, 1),
     ("gpt", "fp8_tensorwise", None, 1),
-    ("vit", "fp8_tensorwise", "bf16", 1),
+    ("vit", "bf16", None, 1),
 ]
 MORE = [
     (model, recipe, base, 2)
     for model in MODELS
     for recipe, base in (
         ("fp64", None),
-        ("bf16", None),
+        ("bf16_pure", None),
+        ("fp8_tensorwise", "bf16"),
         ("fp8_delayed", None),
         ("fp8_blockwise", "bf16"),
         ("mxfp8", None),
@@ -66,11 +67,14 @@ MORE = [
 
 
 @pytest.mark.parametrize(
-    ("model", "recipe", "base", "batch"),
-    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],
+    ("model", "recipe", "base", "batch", "most"),
+    [
+        *((*case, CLOSE) for case in CASES),
+        *(pytest.param(*case, WHOLE, marks=pytest.mark.slow) for case in MORE),
+    ],
 )
 def test_bytes_are_those_of_a_real_step(
-    model: str, recipe: str, base: str | None, batch: int
+    model: str, recipe: str, base: str | None, batch: int, most: float
 ) -> None:
     real = measured(model, recipe, base, batch)
     made = plan(config(model, recipe, batch, **({"base": base} if base else {})), "cpu")
@@ -79,7 +83,8 @@ def test_bytes_are_those_of_a_real_step(
     assert memory.gradients == real["grad_bytes"]
     assert memory.optimizer + memory.masters == real["optimizer_bytes"]
     assert memory.activations == pytest.approx(real["saved_bytes"], rel=0.05)
-    assert memory.peak == pytest.approx(real["peak_bytes"], rel=PEAK)
+    assert real["peak_bytes"] is not None
+    assert 0.95 < memory.peak / real["peak_bytes"] < most
 
 
 GPT = {"context": 16, "width": 32, "depth": 6, "heads": 4, "vocabulary": 256}
@@ -93,6 +98,15 @@ def small_gpt(recipe: str = "fp32", batch: int = 2, **options: int) -> Config:
 
 def memory_of(made: Config, target: str = "cpu", **rest: Any) -> MemoryPlan:
     return plan(made, target, **rest).recipes[0].memory
+
+
+def memory(made: Config) -> Memory:
+    """That of a high-precision configuration's step on one GPU."""
+    with META:
+        model, loss = build_model(made.model, made.model_options)
+    recipe = get_recipe(str(made.recipe))
+    step = Step(model=model, loss=loss, recipe=recipe, optimizer=made.optimizer, row=row_of(made))
+    return Memory(step, find_repeats(model), 1)
 
 
 def gpt_parameters(context: int, width: int, depth: int, heads: int, vocabulary: int) -> int:
@@ -160,18 +174,19 @@ def test_codes_of_8_bits_take_a_quarter_of_what_products_keep() -> None:
 def test_repeated_blocks_that_are_left_out_change_no_figure(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made = small_gpt("fp8_rowwise", depth=7)
-    short = plan(made, "h100", gpus=1, memory="30MB")
+    made = small_gpt("fp8_rowwise", depth=5)
+    short = plan(made, "h100", "2MB")
+    assert short.recipes[0].largest_batch > 0
     monkeypatch.setattr("mixprec.planning.planner.find_repeats", lambda model: [])
-    assert plan(made, "h100", gpus=1, memory="30MB") == short
+    assert plan(made, "h100", "2MB") == short
 
 
 def test_the_largest_batch_fits_and_one_more_does_not() -> None:
-    for limit in ("3MB", "12MB"):
-        largest = plan(small_gpt(), "a100", limit).recipes[0].largest_batch
+    made = memory(small_gpt())
+    for limit in (3_000_000, 12_000_000):
+        largest = made.largest_batch(limit, rows=2)
         assert largest > 2
-        at, over = (plan(small_gpt(), "a100", limit, batch=largest + n) for n in (0, 1))
-        assert (at.recipes[0].fits, over.recipes[0].fits) == (True, False)
+        assert made.peak(largest) <= limit < made.peak(largest + 1)
 
 
 def test_where_no_row_fits_the_largest_batch_is_none() -> None:

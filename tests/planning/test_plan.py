@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import pytest
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -158,19 +159,34 @@ def test_what_is_emulated_is_no_faster_than_the_base_and_a_cpu_has_no_roofline()
     assert only(mixprec.plan(config("mxfp8"), "cpu")).roofline is None
 
 
-def test_attention_by_the_recipe_counts_among_its_products() -> None:
-    options = {"context": 16, "width": 32, "depth": 4, "heads": 4}
-    recipe = {"variant_of": "fp8_tensorwise", "attention": True, "base": "bf16"}
-    table = {"model": "gpt", "model_options": options, "data": {"batch_size": 2}}
-    table |= {"convert": {"include": ["Block"]}}
-    without = only(
-        mixprec.plan(from_dict(table | {"recipe": recipe | {"attention": False}}), "h100")
-    )
-    taken = only(mixprec.plan(from_dict(table | {"recipe": recipe}), "h100"))
-    assert without.roofline is not None
-    assert taken.roofline is not None
-    assert without.roofline.operations_share < 1
-    assert taken.roofline.operations_share == pytest.approx(1)
+class Attending(nn.Module):
+    """Attention over the rows of an image, then a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(28))
+        self.fc = nn.Linear(WIDTH, CLASSES, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.shift
+        return self.fc(F.scaled_dot_product_attention(x, x, x).flatten(1))
+
+
+@pytest.mark.parametrize("attention", [False, True])
+def test_attention_by_the_recipe_counts_among_its_products(
+    monkeypatch: pytest.MonkeyPatch, attention: bool
+) -> None:
+    entry = ModelEntry(build=Attending, loss=F.cross_entropy)
+    monkeypatch.setattr(models, "MODELS", {"mnist_cnn": entry})
+    table = {"variant_of": "fp8_tensorwise", "attention": attention, "base": "bf16"}
+    line = only(
+        mixprec.plan(from_dict({"recipe": table, "data": {"batch_size": 8}}), "h100")
+    ).roofline
+    assert line is not None
+    # three products of the linear layer; two of attention, and five in the kernel's backward
+    linear, attended = 3 * 8 * WIDTH * CLASSES, 7 * 8 * 28 * 28 * 28
+    expected = 1 if attention else linear / (linear + attended)
+    assert line.operations_share == pytest.approx(expected)
 
 
 def test_rows_are_those_of_the_data_sets() -> None:

@@ -76,7 +76,7 @@ def plan(
 
     Exactness: parameters, gradients, masters, state and activations are those of the counters of
     ``mixprec.measure`` and ``mixprec.memory``, within 5 % (tests/planning/test_memory.py); the peak
-    is that of eager operations, on a CPU within 20 %, for emulation reads values there.
+    is that of eager operations on whole tensors, which a CPU does not need (docs/plan.md).
     """
     resolved = _resolved(config, batch)
     for name, value in (("gpus", gpus), ("batch", resolved.data.batch_size)):
@@ -208,7 +208,12 @@ class _Part:
             fits=peak <= self._target.memory,
             largest_batch=memory.largest_batch(self._target.memory, rows),
             layers=layers,
-            roofline=self._roofline(layers, memory, sum(shares.values())),
+            roofline=self._roofline(
+                layers,
+                # all but the gradients are written again
+                shares["gradients"]
+                + 2 * (shares["masters"] + shares["state"] + memory.share(memory.parameters)),
+            ),
         )
 
     def _step(self) -> Step:
@@ -224,12 +229,13 @@ class _Part:
 
     def _layers(self) -> tuple[LayerPlan, ...]:
         is_cpu = self._target.accelerator is None
-        with shortened(self._repeats, [1] * len(self._repeats)):
+        with shortened(self._repeats, [FEWEST] * len(self._repeats)):
             sizes = product_sizes(self._step(), self._config.data.batch_size)
         for repeat in self._repeats:
-            first = list(repeat.blocks[0].modules())
-            for block in repeat.blocks[1:]:
-                pairs = zip(block.modules(), first, strict=True)
+            # not the first, whose input may need no gradient
+            last = list(repeat.blocks[FEWEST - 1].modules())
+            for block in repeat.blocks[FEWEST:]:
+                pairs = zip(block.modules(), last, strict=True)
                 sizes |= {id(own): sizes[id(one)] for own, one in pairs if id(one) in sizes}
         return layer_plans(
             self._report,
@@ -241,10 +247,7 @@ class _Part:
             features=dict.fromkeys(machine().cpu_features, True) if is_cpu else {},
         )
 
-    def _roofline(
-        self, layers: Sequence[LayerPlan], memory: Memory, update_bytes: float
-    ) -> Roofline | None:
-        """``update_bytes``: one GPU's gradients, masters and state."""
+    def _roofline(self, layers: Sequence[LayerPlan], update_bytes: float) -> Roofline | None:
         row = self._target.accelerator
         if row is None:
             return None
@@ -259,6 +262,5 @@ class _Part:
             },
             row,
             {base: self._costs.of(base) for base in bases},
-            # each is read, all but the gradients are written
-            2 * (update_bytes + memory.share(memory.parameters)),
+            update_bytes,
         )

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
+from mixprec import nn as layers
 from mixprec.amp.inputs import cast_inputs
 from mixprec.amp.setup import region, with_update
 from mixprec.gemm.widening import NARROW, widened
@@ -121,7 +122,9 @@ def rehearse(step: Step, rows: int, runs: Sequence[Sequence[nn.Module]] = ()) ->
 
 def _optimizer(step: Step) -> Optimizer:
     made = optimizers.make(step.optimizer, step.model.named_parameters())
-    return with_update(made, step.recipe)
+    optimizer = with_update(made, step.recipe)
+    layers.attach(step.model, optimizer)
+    return optimizer
 
 
 def _forward_backward(step: Step, rows: int, stretches: _Stretches, found: Rehearsal) -> None:

@@ -47,11 +47,11 @@ def find_repeats(model: nn.Module) -> list[Repeat]:
     for module in model.modules():
         if id(module) in inside or not isinstance(module, nn.Sequential | nn.ModuleList):
             continue
-        for signature, run in groupby(module.children(), _signature):
+        for _, run in groupby(module.children(), _signature):
             blocks = list(run)
             parameters = {id(p) for block in blocks for p in block.parameters()}
-            is_own = parameters and not parameters & shared
-            if signature and is_own and len(blocks) > FEWEST + 1:
+            is_own = parameters and parameters.isdisjoint(shared)
+            if is_own and len(blocks) > FEWEST + 1:
                 found.append(Repeat(container=module, blocks=tuple(blocks)))
                 inside |= {id(inner) for block in blocks for inner in block.modules()}
     return found
