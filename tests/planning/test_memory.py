@@ -10,7 +10,11 @@ import torch
 from mixprec.bench.contender import Case, Contender, Settings
 from mixprec.bench.presets import EAGER, workload_of
 from mixprec.planning import plan
+from mixprec.planning.batches import META, row_of
+from mixprec.planning.memory import Memory
 from mixprec.planning.records import MemoryPlan
+from mixprec.planning.rehearsal import Step
+from mixprec.planning.repeats import find_repeats
 from mixprec.recipes import get_recipe, with_base
 from mixprec.train.config import Config, OptimizerConfig, from_dict
 from mixprec.train.models import build_model
@@ -21,7 +25,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt": {"preset": "tiny"},
 }
 # of what the counter measures; above it where a CPU works in pieces and a GPU on whole tensors
-CLOSE, WHOLE = 1.05, 2.0
+CLOSE, WHOLE = 1.07, 2.0
 
 
 def config(model: str, recipe: str, batch: int, **rest: Any) -> Config:
@@ -84,7 +88,7 @@ def test_bytes_are_those_of_a_real_step(
     assert memory.optimizer + memory.masters == real["optimizer_bytes"]
     assert memory.activations == pytest.approx(real["saved_bytes"], rel=0.05)
     assert real["peak_bytes"] is not None
-    assert 0.95 < memory.peak / real["peak_bytes"] < most
+    assert 0.93 < memory.peak / real["peak_bytes"] < most
 
 
 GPT = {"context": 16, "width": 32, "depth": 6, "heads": 4, "vocabulary": 256}
