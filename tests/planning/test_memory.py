@@ -133,7 +133,7 @@ def test_bytes_of_parameters_follow_from_shapes() -> None:
     [
         ("fp64", 8, 8, 0),
         ("bf16", 4, 4, 0),
-        ("bf16_pure", 2, 4, 0),
+        ("bf16-true", 2, 4, 0),
         ("O2", 2, 4, 4),
         ("O3", 2, 4, 0),
     ],
