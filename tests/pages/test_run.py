@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 from pathlib import Path
 
@@ -111,6 +113,9 @@ def test_failed_run(folder: Path, tmp_path: Path) -> None:
         "no result.json: the run failed, was stopped, or is not over.",
     ]
     assert '<p class="alarm">Failed' in text
+    low, high = json.loads(re.search(r'"xaxis":\{[^}]*"range":(\[[^]]*\])', text)[1])
+    assert low < 1
+    assert high > 24, "the axis reaches to the last record of any kind"
     assert "No result." in page.paragraphs
 
 

@@ -15,12 +15,15 @@ Curve = Mapping[str, Sequence[Any]]
 Runs = Mapping[str, Curve | None]
 
 
-def losses(training: Runs, evaluations: Runs | None = None, alarms: Runs | None = None) -> str:
+def losses(
+    training: Runs, last: int, evaluations: Runs | None = None, alarms: Runs | None = None
+) -> str:
     """The training loss of each run, with its evaluation losses and its alarms; zoomable.
 
     Args:
         training, evaluations: ``{"step": [...], "loss": [...]}`` by the run's name, in the same
             order everywhere; None for a run without them. A loss that is not known is a gap.
+        last: The last step of the page: all its figures reach to it, so that they compare.
         alarms: ``{"step": [...], "text": [...]}``, marked at the loss that was known by then.
     """
     traces = []
@@ -50,18 +53,17 @@ def losses(training: Runs, evaluations: Runs | None = None, alarms: Runs | None 
         f"Training{with_evaluations} loss by step{with_alarms}. A drag zooms, a double click shows "
         "all again.",
         traces,
-        x=steps_axis(training),
+        x=_steps_axis(last),
         y={"title": "loss"},
     )
 
 
-def loss_scales(scales: Runs, training: Runs) -> str:
+def loss_scales(scales: Runs, last: int) -> str:
     """The loss scale of each run that has one, a line of stairs, with its skipped steps; else "".
 
     Args:
         scales: ``{"step": [...], "loss_scale": [...], "skipped": [steps]}`` by the run's name.
-        training: The runs' losses, whose range of steps the figure shares, so that a skipped step
-            is found below its loss.
+        last: The last step of the page; a skipped step is found below its loss.
     """
     traces: list[dict[str, Any]] = []
     values: list[float] = []
@@ -81,13 +83,13 @@ def loss_scales(scales: Runs, training: Runs) -> str:
         "scales",
         "Loss scale by step; crosses are steps that were skipped because a gradient overflowed.",
         traces,
-        x=steps_axis(training),
+        x=_steps_axis(last),
         y={"title": "loss scale", "type": "log", **powers_of_two(values)},
         height=320,
     )
 
 
-def records(name: str, caption: str, quantity: str, runs: Runs, training: Runs) -> str:
+def records(name: str, caption: str, quantity: str, runs: Runs, last: int) -> str:
     """Another figure of each step, ``{"step": [...], "value": [...]}`` by the run's name."""
     traces = [
         line(run, curve["step"], curve["value"], place)
@@ -97,14 +99,10 @@ def records(name: str, caption: str, quantity: str, runs: Runs, training: Runs) 
     if not traces:
         return ""
     axis = {"title": quantity, "rangemode": "tozero"}
-    return figure(name, caption, traces, x=steps_axis(training), y=axis, height=320)
+    return figure(name, caption, traces, x=_steps_axis(last), y=axis, height=320)
 
 
-def steps_axis(training: Runs) -> dict[str, Any]:
-    """An axis of all the runs' steps."""
-    last = max(
-        (curve["step"][-1] for curve in training.values() if curve and curve["step"]), default=1
-    )
+def _steps_axis(last: int) -> dict[str, Any]:
     margin = (last - 1) / 50
     return {"title": "step", "range": [1 - margin, last + margin] if last > 1 else None}
 

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from mixprec.pages.figure import figure
-from mixprec.pages.page import folded, table
+from mixprec.pages.page import cells, folded, table
 
 MOST_CELLS = 400_000
 FEWEST_STEPS = 20
 _SHORT = 22
+_HEADINGS = {"sqnr_db": "SQNR (dB)"}
 _FIRST = ("sqnr_db", "output", "a")
 
 
@@ -92,7 +93,10 @@ def heat_map(samples: Sequence[Mapping[str, Any]], name: str, run: str) -> str:
     )
     last, rows = by_step[-1]
     listed = table(
-        [{"layer": _label(key[:2]), **_figures(row)} for key, row in rows.items()],
+        [
+            {"layer": _label(key[:2]), **cells(row, _HEADINGS, ("layer", "name"))}
+            for key, row in rows.items()
+        ],
         f"{run}: statistics of step {last}",
     )
     return drawn + folded(f"All statistics of step {last}", listed)
@@ -108,13 +112,13 @@ def _maps(
     first = 0
     for statistic in STATISTICS:
         for operand in operands:
-            cells = _cells(by_step, layers, operand, statistic)
-            if all(value is None for row in cells for value in row):
+            values = _cells(by_step, layers, operand, statistic)
+            if all(value is None for row in values for value in row):
                 continue
             if (statistic.field, *operand) == _FIRST:
                 first = len(found)
             words = (statistic.words, f"{statistic.words}: {_words(*operand)}")
-            found.append((words, _trace(cells, by_step, layers, statistic)))
+            found.append((words, _trace(values, by_step, layers, statistic)))
     for place, (_, trace) in enumerate(found):
         trace["visible"] = place == first
     return found
@@ -151,7 +155,7 @@ def _cells(
 
 
 def _trace(
-    cells: Sequence[Sequence[float | None]],
+    values: Sequence[Sequence[float | None]],
     by_step: Sequence[tuple[Any, Rows]],
     layers: Sequence[tuple[Any, ...]],
     statistic: _Statistic,
@@ -159,13 +163,13 @@ def _trace(
     limits = {}
     if statistic.limits:
         low, high = statistic.limits
-        most = max(value for row in cells for value in row if value is not None)
+        most = max(value for row in values for value in row if value is not None)
         limits = {"zmin": low, "zmax": max(high, most)}
     return {
         "type": "heatmap",
         "x": [step for step, _ in by_step],
         "y": [_label(layer) for layer in layers],
-        "z": cells,
+        "z": values,
         "colorscale": "Viridis",
         "colorbar": {
             "title": {"text": statistic.quantity, "side": "top"},
@@ -179,10 +183,6 @@ def _trace(
         "hovertemplate": f"%{{y}}<br>step %{{x}}<br>{statistic.quantity} %{{z}}<extra></extra>",
         **limits,
     }
-
-
-def _figures(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in row.items() if key not in ("layer", "name")}
 
 
 def _words(product: str, operand: str) -> str:

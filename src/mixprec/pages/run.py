@@ -36,13 +36,13 @@ def render(run: RunFolder, against: RunFolder | None = None) -> str:
     """
     folders = [run] if against is None else [run, against]
     runs = dict(zip(_names(folders), folders, strict=True))
-    training = {name: _curve(folder.records["loss"], "loss") for name, folder in runs.items()}
+    last = max((step for folder in folders for step in _steps(folder)), default=1)
     sections = [
         Section("Result", [_results(runs)]),
         Section("Alarms", _alarms(runs)),
-        Section("Loss", [_losses(runs, training)]),
-        Section("Step time and memory", _costs(runs, training)),
-        Section("Loss scale", [_scales(runs, training)]),
+        Section("Loss", [_losses(runs, last)]),
+        Section("Step time and memory", _costs(runs, last)),
+        Section("Loss scale", [_scales(runs, last)]),
         Section("Statistics", _statistics(runs)),
         Section("Plan", _plans(runs)),
         Section("Configuration", [_settings("Every setting, defaults too", CONFIG, runs)]),
@@ -78,10 +78,14 @@ def _state(folder: RunFolder) -> str:
     if errors:
         return f"Failed: {errors[-1]['error']}."
     if result is None:
-        steps = [record["step"] for kind in folder.records.values() for record in kind]
+        steps = _steps(folder)
         return f"Not over: the last record is of step {max(steps)}." if steps else "No records."
     what = [str(result[key]) for key in ("model", "recipe", "device") if result.get(key)]
     return f"{', '.join(what)}: {result.get('steps')} steps."
+
+
+def _steps(folder: RunFolder) -> list[int]:
+    return [record["step"] for kind in folder.records.values() for record in kind]
 
 
 def _results(runs: Runs) -> str:
@@ -145,7 +149,8 @@ def _each_alarm(folder: RunFolder) -> Iterable[tuple[int, Mapping[str, Any]]]:
             yield record["step"], record["alarm"]
 
 
-def _losses(runs: Runs, training: Mapping[str, Mapping[str, Any]]) -> str:
+def _losses(runs: Runs, last: int) -> str:
+    training = {name: _curve(folder.records["loss"], "loss") for name, folder in runs.items()}
     evaluations = {
         name: _curve(folder.records["eval_loss"], "eval_loss", "loss")
         for name, folder in runs.items()
@@ -160,7 +165,7 @@ def _losses(runs: Runs, training: Mapping[str, Mapping[str, Any]]) -> str:
         alarms[name] = {"step": list(by_step), "text": texts}
     if not any(curve["step"] for curve in [*training.values(), *evaluations.values()]):
         return paragraph("No step and no evaluation was recorded.")
-    drawn = losses(training, evaluations, alarms)
+    drawn = losses(training, last, evaluations, alarms)
     scores = [
         {"step": record["step"], "run": name if len(runs) > 1 else None}
         | cells(
@@ -170,7 +175,7 @@ def _losses(runs: Runs, training: Mapping[str, Mapping[str, Any]]) -> str:
         for name, folder in runs.items()
         for record in folder.records["eval_loss"]
     ]
-    return drawn + (table(scores, "Evaluations") if scores else paragraph("No evaluation yet."))
+    return drawn + (table(scores, "Evaluations") if scores else paragraph("No evaluation was recorded."))
 
 
 def _joined(lines: Sequence[str]) -> str:
@@ -178,16 +183,16 @@ def _joined(lines: Sequence[str]) -> str:
     return "<br>".join([*lines[:_MOST_ALARMS], *([f"and {more} more"] if more > 0 else [])])
 
 
-def _costs(runs: Runs, training: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def _costs(runs: Runs, last: int) -> list[str]:
     times = {name: _curve(f.records["loss"], "step_ms", "value") for name, f in runs.items()}
-    parts = [records("times", "Time of the recorded steps.", "step (ms)", times, training)]
+    parts = [records("times", "Time of the recorded steps.", "step (ms)", times, last)]
     kinds = dict.fromkeys(
         key for f in runs.values() for r in f.records["loss"] for key in r if key.endswith("_bytes")
     )
     for kind in kinds:
         curves = {name: _curve(f.records["loss"], kind, "value") for name, f in runs.items()}
         quantity = HEADINGS.get(kind, kind.replace("_", " "))
-        parts.append(records(kind, f"{quantity} by step.", quantity, curves, training))
+        parts.append(records(kind, f"{quantity} by step.", quantity, curves, last))
     if not parts[0]:
         parts.append(paragraph("No step time was recorded."))
     held = [key for f in runs.values() for key in f.documents.get(RESULT, {})]
@@ -196,7 +201,7 @@ def _costs(runs: Runs, training: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return parts
 
 
-def _scales(runs: Runs, training: Mapping[str, Mapping[str, Any]]) -> str:
+def _scales(runs: Runs, last: int) -> str:
     scales = {}
     for name, folder in runs.items():
         scaled = [r for r in folder.records["loss"] if (number(r.get("loss_scale")) or 0) > 0]
@@ -206,7 +211,7 @@ def _scales(runs: Runs, training: Mapping[str, Mapping[str, Any]]) -> str:
             "loss_scale": [record["loss_scale"] for record in scaled],
             "skipped": [r["step"] for r, (a, b) in zip(scaled, counts, strict=True) if b > a],
         }
-    drawn = loss_scales(scales, training)
+    drawn = loss_scales(scales, last)
     if not drawn:
         return paragraph("No loss scale: the base needs none, or no step was recorded.")
     return drawn + paragraph("A step skipped between two records is marked at the next record.")
