@@ -175,7 +175,9 @@ def _losses(runs: Runs, last: int) -> str:
         for name, folder in runs.items()
         for record in folder.records["eval_loss"]
     ]
-    return drawn + (table(scores, "Evaluations") if scores else paragraph("No evaluation was recorded."))
+    return drawn + (
+        table(scores, "Evaluations") if scores else paragraph("No evaluation was recorded.")
+    )
 
 
 def _joined(lines: Sequence[str]) -> str:
