@@ -17,7 +17,7 @@ from pages.test_comparison import RESULT as COMPARISON
 MEMORY = {
     "parameters": 4_000_000,
     "gradients": 4_000_000,
-    "masters": 0,
+    "masters": 1_000_000,
     "optimizer": 8_000_000,
     "activations": 1_000_000,
     "peak": 20_000_000,
@@ -41,21 +41,25 @@ PLAN: dict[str, Any] = {
 
 
 def test_figures_and_ratios() -> None:
-    text = plan_table(PLAN, {run["recipe"]: run for run in COMPARISON["runs"]})
+    measured = {run["recipe"]: run | {"device": "cuda:0"} for run in COMPARISON["runs"]}
+    measured["fp32"]["optimizer_bytes"] = 18_000_000
+    text = plan_table(PLAN, measured)
     page = Page(text)
     rows = page.table("Plan beside measurement: model mnist_cnn, target h100, gpus 2, batch 64")
     by_figure = {row["figure"]: row for row in rows if row["recipe"] == "fp32"}
     assert by_figure["parameters (bytes)"]["measured / planned"] == "1.2"
     assert by_figure["activations (bytes)"]["measured"] == "1,234,567"
     assert by_figure["step (ms): the least that peak rates allow"]["measured / planned"] == "6.25"
-    assert by_figure["masters (bytes)"]["planned"] == "0"
+    assert by_figure["optimiser state (bytes)"]["planned"] == "9,000,000", "masters are in it"
+    assert by_figure["optimiser state (bytes)"]["measured / planned"] == "2"
     assert by_figure["largest batch that fits"]["planned"] == "512"
     assert {row["measured"] for row in rows if row["recipe"] == "mxfp8"} == {""}
     assert page.paragraphs == ["a note <here>"]
 
 
 def test_pages_of_run_and_comparison_have_the_plan_in_their_folder(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", recipe="fp32")
+    result = {"recipe": "fp32", "param_bytes": 4_000_000}
+    run = write_run(tmp_path / "run", result=result)
     other = tmp_path / "comparison"
     other.mkdir()
     (other / "result.json").write_text(json.dumps(COMPARISON))
@@ -65,6 +69,13 @@ def test_pages_of_run_and_comparison_have_the_plan_in_their_folder(tmp_path: Pat
         assert (2, "Plan") in page.headings
         ratios = [row["measured / planned"] for row in page.table("Plan beside measurement")]
         assert any(ratios)
+
+
+def test_step_on_a_cpu_is_not_set_beside_peak_rates_of_a_gpu() -> None:
+    measured = {run["recipe"]: run | {"device": "cpu"} for run in COMPARISON["runs"]}
+    rows = Page(plan_table(PLAN, measured)).table("Plan beside measurement")
+    (step,) = (row for row in rows if row["figure"].startswith("step (ms)"))
+    assert (step["planned"], step["measured"]) == ("2", "")
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,8 @@ def render(result: Mapping[str, Any], plan: Mapping[str, Any] | None = None) -> 
     if not runs:
         raise ValueError("result: got no runs; a page needs at least one; pass a result.json")
     training = {str(run["recipe"]): run.get(CURVE) for run in runs}
+    device = {"device": result.get("environment", {}).get("device")}
+    measured = {str(run["recipe"]): device | run for run in runs}
     last = max(
         (curve["step"][-1] for curve in training.values() if curve and curve["step"]), default=1
     )
@@ -59,9 +61,7 @@ def render(result: Mapping[str, Any], plan: Mapping[str, Any] | None = None) -> 
         Section("Figures", [table([_cells(run) for run in runs], "Each recipe's figures")]),
         Section("Loss", [losses(training, last)]),
         Section("Loss scale", [loss_scales(scales, last)]),
-        Section(
-            "Plan", [plan_table(plan, {str(run["recipe"]): run for run in runs}) if plan else ""]
-        ),
+        Section("Plan", [plan_table(plan, measured) if plan else ""]),
         Section(
             "Environment",
             [settings_tables("What it ran on", {"value": result.get("environment", {})})],

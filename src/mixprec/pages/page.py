@@ -20,7 +20,6 @@ HEADINGS = {
     "skipped": "skipped steps",
     "param_bytes": "parameters (bytes)",
     "grad_bytes": "gradients (bytes)",
-    "master_bytes": "masters (bytes)",
     "optimizer_bytes": "optimiser state (bytes)",
     "saved_bytes": "activations (bytes)",
     "peak_bytes": "peak of live tensors (bytes)",

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from mixprec.pages.page import HEADINGS, number, paragraph, table
 
-# A figure of the plan's memory, and what a result calls it.
+# A result's name of what the plan's memory has; it counts masters with the optimizer's state.
 _MEMORY = {
-    "parameters": "param_bytes",
-    "gradients": "grad_bytes",
-    "masters": "master_bytes",
-    "optimizer": "optimizer_bytes",
-    "activations": "saved_bytes",
-    "peak": "peak_bytes",
+    "param_bytes": ("parameters",),
+    "grad_bytes": ("gradients",),
+    "optimizer_bytes": ("optimizer", "masters"),
+    "saved_bytes": ("activations",),
+    "peak_bytes": ("peak",),
 }
 
 
@@ -23,12 +22,12 @@ def plan_table(plan: Mapping[str, Any], measured: Mapping[str, Mapping[str, Any]
 
     Args:
         plan: What ``mixprec plan --json`` prints.
-        measured: The figures of a result, by the recipe's name.
+        measured: The figures of a result and its ``device``, by the recipe's name.
     """
     entries = [entry for entry in _listed(plan.get("recipes")) if isinstance(entry, Mapping)]
     rows = [row for entry in entries for row in _rows(entry, measured)]
     if not rows:
-        return paragraph("plan.json holds no plan: mixprec plan CONFIG --json prints one.")
+        return paragraph("plan.json holds no plan: mixprec plan CONFIG --out RUN_DIR writes one.")
     names = ("model", "target", "gpus", "batch", "torch")
     said = ", ".join(f"{name} {plan[name]}" for name in names if name in plan)
     notes = map(str, _listed(plan.get("notes")))
@@ -45,11 +44,16 @@ def _rows(
     recipe = str(entry.get("recipe"))
     found = measured.get(recipe, {})
     memory, roofline = _held(entry, "memory"), _held(entry, "roofline")
-    figures = [(HEADINGS[key], memory.get(name), found.get(key)) for name, key in _MEMORY.items()]
+    figures = [
+        (HEADINGS[key], _sum(memory.get(name) for name in names), found.get(key))
+        for key, names in _MEMORY.items()
+    ]
     seconds = number(roofline.get("seconds"))
     least = None if seconds is None else 1e3 * seconds
+    # peak rates are a GPU's
+    step = found.get("step_ms") if str(found.get("device")).startswith("cuda") else None
     figures += [
-        ("step (ms): the least that peak rates allow", least, found.get("step_ms")),
+        ("step (ms): the least that peak rates allow", least, step),
         ("largest batch that fits", entry.get("largest_batch"), None),
         ("speed-up that peak rates allow at most", roofline.get("speedup"), None),
     ]
@@ -63,6 +67,11 @@ def _rows(
                 "measured": real,
                 "measured / planned": real / value if real is not None and value else None,
             }
+
+
+def _sum(values: Iterable[Any]) -> float | None:
+    known = [number(value) for value in values]
+    return None if None in known else sum(filter(None, known))
 
 
 def _held(entry: Mapping[str, Any], name: str) -> Mapping[str, Any]:
