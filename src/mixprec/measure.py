@@ -126,8 +126,11 @@ def num_underflowed(reference: Tensor, approx: Tensor) -> int:
     count = 0
     for exact, other in _pieces(reference, approx):
         gone = (other == 0) & (exact != 0)
-        if torch.count_nonzero(gone):
-            count += int(torch.count_nonzero(exact[gone].isfinite()))
+        found = int(torch.count_nonzero(gone))
+        # a sum looks at all elements in less time than picking those that are gone
+        if found and not bool(exact.sum().isfinite()):
+            found = int(torch.count_nonzero(exact[gone].isfinite()))
+        count += found
     return count
 
 
