@@ -77,8 +77,9 @@ def test_an_operation_in_forward_with_the_ranges_of_its_input() -> None:
 
 
 def test_an_operation_in_backward_of_a_finite_loss() -> None:
-    fault = found(model_with(lambda x: (x * 0).sqrt()), torch.randn(8, 32))
-    assert (fault.module, fault.phase, fault.node) == ("1", "backward", "SqrtBackward0")
+    model = nn.Sequential(nn.Linear(32, 32), Apply(lambda x: x * 0), Apply(torch.sqrt))
+    fault = found(model, torch.randn(8, 32))
+    assert (fault.module, fault.phase, fault.node) == ("2", "backward", "SqrtBackward0")
     # the gradient over twice the root, which is 0
     assert fault.operation == "div"
     assert [each.largest for each in fault.inputs][1] == 0.0
@@ -142,9 +143,46 @@ def test_masks_are_no_fault_but_a_row_that_is_all_mask_is(adds: bool) -> None:
     assert (found(beside, x).operation, found(beside, x).module) == ("log", "0")
 
 
+def test_an_overflow_beside_an_infinity_on_purpose() -> None:
+    def both(x: Tensor) -> Tensor:
+        return x.masked_fill(x > 0, math.inf) + x * 1e38 * 1e38
+
+    assert found(model_with(both), torch.randn(8, 32)).operation == "mul"
+
+
+def test_what_is_overwritten_is_forgotten() -> None:
+    def twice(x: Tensor) -> Tensor:
+        y = (x.detach() - 100).sqrt()
+        return y.copy_(x.log())
+
+    assert found(model_with(twice), torch.randn(8, 32)).operation == "log"
+
+
 def test_values_that_vanish_again_are_no_fault() -> None:
     model = model_with(lambda x: torch.where(x > 100, 1 / (x.detach() * 0), x))
     assert fault_of(model, torch.randn(8, 32)) is None
+
+
+def test_memory_that_is_not_written_yet_is_no_fault() -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        # as torch fills it then
+        assert torch.empty(3).isnan().all()
+        x = torch.randn(8, 32)
+        copied = model_with(lambda x: torch.empty_like(x).copy_(x))
+        assert fault_of(copied, x) is None
+        copied[1].function = lambda x: torch.empty_like(x).copy_(x.log())
+        assert found(copied, x).operation == "log"
+        rows = torch.arange(0, 8, 2)
+
+        def by_rows(x: Tensor) -> Tensor:
+            y = torch.empty_like(x).index_copy_(0, rows, x.log()[::2])
+            return y.index_copy_(0, rows + 1, x[1::2])
+
+        copied[1].function = by_rows
+        assert found(copied, x).operation == "log"
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_an_overwritten_input_is_shown_as_it_was() -> None:
