@@ -8,7 +8,7 @@ base. Every operation runs on shapes alone and the bytes that it would take are 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -121,7 +121,11 @@ def rehearse(step: Step, rows: int, runs: Sequence[Sequence[nn.Module]] = ()) ->
 
 
 def _optimizer(step: Step) -> Optimizer:
-    made = optimizers.make(step.optimizer, step.model.named_parameters())
+    config, options = step.optimizer, step.optimizer.options
+    if step.is_gpu and not options.keys() & {"foreach", "fused"}:
+        # torch's choice there, whose temporaries are as large as all parameters
+        config = replace(config, options={"foreach": True, **options})
+    made = optimizers.make(config, step.model.named_parameters())
     optimizer = with_update(made, step.recipe)
     layers.attach(step.model, optimizer)
     return optimizer
