@@ -141,11 +141,3 @@ def test_two_bits_miss_the_accuracy_that_eight_reach() -> None:
     for recipe in ("fp8_tensorwise", "fp8_rowwise"):
         assert abs(trained_accuracy(recipe) - full) <= ONE_POINT
     assert full - trained_accuracy(TWO_BITS) > ONE_POINT
-
-
-@pytest.mark.slow
-def test_two_bits_miss_the_bar_of_the_main_comparison() -> None:
-    result = mixprec.compare(recipes=["fp32", "fp8_tensorwise", TWO_BITS], steps=189)
-    full, eight, two = (run["accuracy"] for run in result["runs"])
-    assert abs(full - eight) <= ONE_POINT
-    assert two is None or full - two > ONE_POINT

@@ -308,6 +308,8 @@ def test_sensitive_layers_of_a_configuration_multiply_in_bf16(small: Small) -> N
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_a_compiled_model_evaluates_like_an_eager_one_and_trains(small: Small) -> None:
     settings = ["recipe=fp8_rowwise", "optimizer.lr=0.3", "optimizer.gamma=1.0"]
+    # a minute of compiling for each of the larger layers; tests/test_compile_models.py has kinds
+    settings += ['convert.include=["fc2"]']
     eager, compiled = Trainer(small(*settings)), Trainer(small(*settings, "train.compile=true"))
     assert compiled.evaluate().loss == pytest.approx(eager.evaluate().loss, rel=1e-4)
     losses = [compiled.step().loss for _ in range(20)]
