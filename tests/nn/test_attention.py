@@ -296,6 +296,42 @@ class Indirect(Block):
         return {"sdpa": outside}["sdpa"](q, k, v).transpose(1, 2).flatten(2)
 
 
+class Named(Indirect):
+    """Calls its attention as the shipped transformers do."""
+
+    def _attention(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._attention(x)
+
+
+class Noisy(Indirect):
+    """Has a method whose name a converted layer uses."""
+
+    def noise(self) -> Tensor:
+        return torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.noise()
+
+
+def test_methods_of_a_users_module_stay_its_own() -> None:
+    recipe = replace(RECIPES["fp8_rowwise"], attention=True)
+    torch.manual_seed(0)
+    model, same, x = Named(), Indirect(), torch.randn(2, 4, 16)
+    same.load_state_dict(model.state_dict())
+    for each in (model, same):
+        mixprec.convert(each, recipe, include=[type(each).__name__])
+        assert isinstance(each, QuantizedLayer)
+    assert torch.equal(model(x), same(x))
+    noisy = Noisy()
+    report = mixprec.convert(noisy, recipe, include=["Noisy"])
+    reasons = [row.reason for row in report.left if row.name == ""]
+    assert reasons == ["it has attributes of its own named noise"]
+    assert noisy(x).isfinite().all()
+
+
 def test_attention_called_elsewhere_is_included_by_name() -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(Indirect()), torch.randn(2, 5, 16)

@@ -36,7 +36,7 @@ class QuantizedMultiheadAttention(QuantizedCalls, nn.MultiheadAttention):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As ``nn.MultiheadAttention``, without its fast path for evaluation."""
-        handlers: dict[Callable[..., Any], Callable[..., Any]] = dict(self._call_handlers())
+        handlers: dict[Callable[..., Any], Callable[..., Any]] = dict(self._functions_taken_over())
         handlers[nn.functional.linear] = _Projections(self)
         with TakenOver(handlers):
             return nn.MultiheadAttention.forward(self, *args, **kwargs)

@@ -84,17 +84,17 @@ class QuantizedCalls(QuantizedLayer):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward, its products by the recipe."""
-        with TakenOver(self._call_handlers()):
+        with TakenOver(self._functions_taken_over()):
             return super().forward(*args, **kwargs)
 
-    def _call_handlers(self) -> Handlers:
+    def _functions_taken_over(self) -> Handlers:
         handlers: dict[Callable[..., Any], Callable[..., Any]] = {}
         if self.recipe.attention:
-            handlers[nn.functional.scaled_dot_product_attention] = self._attention
-        handlers |= dict.fromkeys(_GROUPED_FUNCTIONS, self._grouped)
+            handlers[nn.functional.scaled_dot_product_attention] = self._own_attention
+        handlers |= dict.fromkeys(_GROUPED_FUNCTIONS, self._own_grouped)
         return handlers
 
-    def _attention(self, *args: Any, **kwargs: Any) -> Tensor:
+    def _own_attention(self, *args: Any, **kwargs: Any) -> Tensor:
         return attention(
             *args,
             **kwargs,
@@ -105,7 +105,7 @@ class QuantizedCalls(QuantizedLayer):
             values_state=self._counting("values").later(),
         )
 
-    def _grouped(self, *args: Any, **kwargs: Any) -> Tensor:
+    def _own_grouped(self, *args: Any, **kwargs: Any) -> Tensor:
         return grouped_mm(
             *args,
             **kwargs,

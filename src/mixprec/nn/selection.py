@@ -41,7 +41,7 @@ class Selection:
         kind = layer_class(module, self.include)
         if kind is None:
             return _why_no_layer(module)
-        reason = _why_no_swap(module, self.include)
+        reason = _why_no_swap(module, kind, self.include)
         if reason is not None:
             return reason
         for pattern in self.skip:
@@ -70,16 +70,18 @@ def _why_no_layer(module: nn.Module) -> str:
     return NO_PARAMETERS
 
 
-def _why_no_swap(module: nn.Module, include: tuple[str, ...]) -> str | None:
+def _why_no_swap(
+    module: nn.Module, converted: type[QuantizedLayer], include: tuple[str, ...]
+) -> str | None:
     """Why a layer cannot take another class, or None."""
     if "forward" in vars(module):
         return "its forward was replaced on the object, so a recipe would not reach it"
     kind, own = kind_of(module), plain_class(module)
     if any(is_lazy(parameter) for parameter in module.parameters(recurse=False)):
         return "its sizes are not known before its first forward; convert it after that"
-    taken = sorted(name for name in NUMERICS_ATTRIBUTES if name in dir(own) or name in vars(module))
-    if taken and not isinstance(module, QuantizedLayer):
-        return f"it has attributes of its own named {', '.join(taken)}"
+    taken = _own_names(module) & {*dir(converted), *NUMERICS_ATTRIBUTES}
+    if taken:
+        return f"it has attributes of its own named {', '.join(sorted(taken))}"
     if kind is None or is_kind_itself(module):
         return None
     if own.__name__ not in include:
@@ -87,6 +89,14 @@ def _why_no_swap(module: nn.Module, include: tuple[str, ...]) -> str | None:
     if not _reaches(own, kind):
         return f"its forward does not call nn.{kind.__name__}'s, so a recipe would not reach it"
     return None
+
+
+def _own_names(module: nn.Module) -> set[str]:
+    """What a module's class and object have beside what torch's own layer has."""
+    own = set(dir(plain_class(module)))
+    if not isinstance(module, QuantizedLayer):
+        own |= set(dir(module))
+    return own - set(dir(kind_of(module) or nn.Module))
 
 
 def _reaches(own: type[nn.Module], kind: type[nn.Module]) -> bool:
