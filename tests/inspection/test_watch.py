@@ -222,6 +222,20 @@ def test_products_of_a_layer_with_several_have_their_names(
     assert tuple(dict.fromkeys(found)) == names
 
 
+def test_heads_of_attention_are_counted_together() -> None:
+    recipe = replace(RECIPES["fp8_rowwise"], attention=True)
+    run = run_of(nn.Sequential(nn.MultiheadAttention(8, 2)), recipe)
+    with run.watch() as watcher:
+        run.step(
+            torch.randn(5, 3, 8), forward=lambda x: run.model[0](x, x, x, need_weights=False)[0]
+        )
+    found = operands(watcher.records[0])
+    # 3 sequences of 5 tokens, 2 heads of 4 features
+    assert found["0", "scores", "output.a"].elements == 3 * 2 * 5 * 4
+    assert found["0", "values", "grad_input.a"].elements == 3 * 2 * 5 * 4
+    assert found["0", "values", "output.a"].elements == 3 * 2 * 5 * 5
+
+
 def test_steps_of_a_recurrent_layer_are_counted_together() -> None:
     run = run_of(nn.Sequential(nn.RNN(4, 6)), "fp8_rowwise")
     with run.watch() as watcher:
