@@ -134,12 +134,12 @@ def test_roofline_of_products_is_the_ratio_of_rates() -> None:
     rates = ACCELERATORS["H100"].rates
     sizes = [(batch, HIDDEN, WIDTH)] * 2 + [(batch, CLASSES, HIDDEN)] * 3
     operations = sum(2 * m * n * k for m, n, k in sizes)
-    filled = {10: 16, 200: 208}
-    work = sum(2 * m * filled.get(n, n) * filled.get(k, k) for m, n, k in sizes[:1])
+    # N and K are filled up to multiples of 16: 200 to 208, 10 to 16
+    filled = 2 * batch * (208 * 784 + 200 * 784 + 16 * 208 + 208 * 16 + 10 * 208)
     assert (plain.share, plain.product_speedup, plain.speedup) == (0, 1, 1)
     assert half.product_speedup == pytest.approx(rates["bf16"] / rates["fp32"])
-    assert 1 < fp8.product_speedup < rates["fp8"] / rates["bf16"]
-    assert work < operations
+    expected = operations / rates["bf16"] / (filled / rates["fp8"])
+    assert fp8.product_speedup == pytest.approx(expected)
     for line in (half, fp8):
         assert line.operations_share == pytest.approx(1)
         rest = (1 - line.share) * line.baseline_seconds
