@@ -278,8 +278,11 @@ def _saturate(scaled: Tensor, x: Tensor, amax: Tensor, encode: Tensor, fmt: Floa
     limit = fmt.max * (1 + 2.0 ** -(fmt.mantissa + 2))
     if can_look_at(amax) and float(amax) * float(encode) <= limit:
         return scaled
-    clamped = scaled.clamp(-fmt.max, fmt.max)
-    return torch.where(x.isfinite(), clamped, scaled if fmt.has_inf else torch.nan)
+    clamped = scaled.clamp_(-fmt.max, fmt.max)
+    if not fmt.has_inf:
+        return clamped.masked_fill_(x.isfinite().logical_not_(), torch.nan)
+    # times a positive factor, inf and NaN are themselves
+    return torch.where(x.isfinite(), clamped, x)
 
 
 def _codes(scaled: Tensor, spec: QuantSpec, noise: Noise | None) -> Tensor:

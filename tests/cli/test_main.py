@@ -13,6 +13,11 @@ import pytest
 from mixprec.cli import formats
 from mixprec.cli.main import main
 
+VERBS = [
+    *("formats", "recipes", "doctor", "plan", "explain", "errors"),
+    *("train", "compare", "bench", "report", "exec"),
+]
+
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
     """The installed command in a fresh interpreter."""
@@ -32,12 +37,12 @@ def test_version(cli: Callable) -> None:
 def test_help_names_every_verb(cli: Callable) -> None:
     code, out, err = cli("--help")
     assert (code, err) == (0, "")
-    for verb in ("formats", "recipes", "doctor", "train", "compare", "exec"):
+    for verb in VERBS:
         assert f"\n  {verb} " in out
     assert "..." not in out.split("Commands:")[1]
 
 
-@pytest.mark.parametrize("verb", ["formats", "recipes", "doctor", "train", "compare", "exec"])
+@pytest.mark.parametrize("verb", VERBS)
 def test_help_of_a_verb(cli: Callable, verb: str) -> None:
     code, out, _ = cli(verb, "--help")
     assert code == 0

@@ -9,7 +9,6 @@ progress.
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from mixprec.bench.presets import Workload
 from mixprec.formats import FORMATS, FloatFormat
@@ -29,6 +28,9 @@ def model_flops(workload: Workload, rows: int) -> int | None:
 
     Returns: None for a model that does not run there.
     """
+    # it imports triton, which may be broken
+    from torch.utils.flop_counter import FlopCounterMode
+
     inputs, targets = workload.batch(1, torch.Generator())
     try:
         with torch.device("meta"):

@@ -69,8 +69,9 @@ def _options(
     context.obj["debug"] = debug
 
 
-for command in (formats, recipes, doctor, explain, errors, plan, train, report):
+for command in (formats, recipes, doctor, explain, errors, train, report):
     app.command()(command)
+app.command(short_help="Memory, native layers and roofline elsewhere.")(plan)
 app.command(short_help="One model under several recipes, one table.")(compare)
 app.add_typer(bench, name="bench", short_help="Step time and memory by recipe; GEMM tables.")
 # Words after the first one of the command are the command's own.

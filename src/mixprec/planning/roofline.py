@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from mixprec.amp.inputs import cast_inputs
 from mixprec.bench.flops import peak_rate, product_rate
@@ -81,7 +80,11 @@ class _Counting(TorchDispatchMode):
         return False
 
     def __init__(self) -> None:
+        # it imports triton, which may be broken
+        from torch.utils.flop_counter import flop_registry
+
         super().__init__()
+        self._operations = flop_registry
         self.cost: Cost = {"operations": 0, "attention": 0, "bytes": 0}
 
     def __torch_dispatch__(
@@ -90,8 +93,8 @@ class _Counting(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         packet = func._overloadpacket
-        if packet in flop_registry:
-            operations = flop_registry[packet](*args, **kwargs, out_val=result)
+        if packet in self._operations:
+            operations = self._operations[packet](*args, **kwargs, out_val=result)
             self.cost["operations"] += operations
             self.cost["attention"] += operations if packet in _ATTENTION else 0
         elif not func.is_view:
