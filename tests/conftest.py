@@ -14,6 +14,10 @@ settings.register_profile("mixprec", derandomize=True, deadline=None, print_blob
 settings.load_profile("mixprec")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
 @pytest.fixture(autouse=True)
 def _fixed_start() -> None:
     torch.set_num_threads(1)

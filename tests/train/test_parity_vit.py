@@ -8,5 +8,6 @@ from .parity import TENSORS_AND_ROWS, VIT, assert_near_fp32
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_each_recipe_ends_near_fp32() -> None:
     assert_near_fp32(VIT, TENSORS_AND_ROWS)

@@ -8,5 +8,6 @@ from .parity import BLOCKS, VIT, assert_near_fp32
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_each_recipe_ends_near_fp32() -> None:
     assert_near_fp32(VIT, BLOCKS)
