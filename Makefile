@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt
 # One thread a worker: with more, the workers of pytest-xdist wait for each other's cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=10 $(PYTEST_ARGS)
 # A file's tests stay on one worker, so that its training runs, held in fixtures, happen once.
-SPREAD := -n $(JOBS) --dist loadfile --no-loadscope-reorder
+SPREAD := -n $(JOBS) --dist loadfile
 
 .PHONY: demo test slow lint check gpu tables
 
@@ -24,7 +24,7 @@ test: $(STAMP)
 	$(PYTEST) $(SPREAD) -m "not slow and not gpu"
 
 slow: $(STAMP)
-	$(PYTEST) $(SPREAD) -m "slow and not gpu"
+	$(PYTEST) $(SPREAD) --no-loadscope-reorder -m "slow and not gpu"
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
