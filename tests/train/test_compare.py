@@ -304,6 +304,7 @@ def demo() -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_demo_trains_under_every_recipe(demo: list[dict[str, Any]]) -> None:
     assert demo[0]["accuracy"] > 0.94
     assert {run["recipe"]: run["failure"] for run in demo[:-1] if run["failure"]} == {}
@@ -311,6 +312,7 @@ def test_the_demo_trains_under_every_recipe(demo: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("recipe", "points"), POINTS.items())
 def test_the_demo_keeps_each_recipe_close_to_fp32(
     demo: list[dict[str, Any]], recipe: str, points: float
@@ -321,6 +323,7 @@ def test_the_demo_keeps_each_recipe_close_to_fp32(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_recipe_of_two_bits_misses_that_bar(demo: list[dict[str, Any]]) -> None:
     assert demo[-1]["recipe"] == "two_bits"
     assert demo[-1]["failure"] is not None or demo[-1]["accuracy_difference"] < -0.01
