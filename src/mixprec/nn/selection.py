@@ -6,6 +6,8 @@ import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cache
+from typing import Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -79,7 +81,7 @@ def _why_no_swap(
     kind, own = kind_of(module), plain_class(module)
     if any(is_lazy(parameter) for parameter in module.parameters(recurse=False)):
         return "its sizes are not known before its first forward; convert it after that"
-    taken = _own_names(module) & {*dir(converted), *NUMERICS_ATTRIBUTES}
+    taken = _taken_names(module, converted)
     if taken:
         return f"it has attributes of its own named {', '.join(sorted(taken))}"
     if kind is None or is_kind_itself(module):
@@ -91,12 +93,27 @@ def _why_no_swap(
     return None
 
 
-def _own_names(module: nn.Module) -> set[str]:
-    """What a module's class and object have beside what torch's own layer has."""
-    own = set(dir(plain_class(module)))
-    if not isinstance(module, QuantizedLayer):
-        own |= set(dir(module))
-    return own - set(dir(kind_of(module) or nn.Module))
+def _taken_names(module: nn.Module, converted: type[nn.Module]) -> set[str]:
+    """Names that conversion adds and that a user's class or object has already."""
+    # mypy takes a class for its instances, whose hash is another
+    kinds: list[Any] = [converted, kind_of(module) or nn.Module, plain_class(module)]
+    added = _added_names(*kinds[:2])
+    taken = added & _class_names(kinds[2])
+    if isinstance(module, QuantizedLayer):
+        return set(taken)
+    held = (vars(module), module._parameters, module._buffers, module._modules)
+    return {*taken, *(name for names in held for name in names if name in added)}
+
+
+# a model has thousands of layers and few classes, and ``dir`` takes a tenth of a millisecond
+@cache
+def _added_names(converted: type[nn.Module], kind: type[nn.Module]) -> frozenset[str]:
+    return frozenset({*dir(converted), *NUMERICS_ATTRIBUTES} - set(dir(kind)))
+
+
+@cache
+def _class_names(own: type[nn.Module]) -> frozenset[str]:
+    return frozenset(dir(own))
 
 
 def _reaches(own: type[nn.Module], kind: type[nn.Module]) -> bool:
