@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mixprec.cli.measured import described, finite_or_text
-from mixprec.cli.options import Json, Settings
+from mixprec.cli.options import Json, Settings, names
 from mixprec.cli.output import console, print_json, print_table
 
 if TYPE_CHECKING:
@@ -61,8 +61,7 @@ def errors(
     if config is None and checkpoint is not None:
         config = checkpoint.parent.parent / "config.toml"
     resolved = load(config, settings or [])
-    names = None if recipes is None else [name.strip() for name in recipes.split(",")]
-    rows = recipe_errors_of_run(resolved, checkpoint_path=checkpoint, recipes=names)
+    rows = recipe_errors_of_run(resolved, checkpoint_path=checkpoint, recipes=names(recipes))
     if layer is not None:
         rows = _of_layer(rows, layer)
     if as_json:
@@ -77,10 +76,10 @@ def errors(
 
 
 def _of_layer(rows: Iterable[RecipeError], layer: str) -> list[RecipeError]:
-    names = dict.fromkeys(_place(row) for row in rows)
+    places = dict.fromkeys(_place(row) for row in rows)
     found = [row for row in rows if layer in (row.layer, _place(row))]
     if not found:
-        raise ValueError(f"layer: got {layer!r}; must be one of {', '.join(names)}")
+        raise ValueError(f"layer: got {layer!r}; must be one of {', '.join(places)}")
     return found
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mixprec.cli.options import Base, Json, Settings
+from mixprec.cli.options import Base, Json, Settings, names
 from mixprec.cli.output import console, print_json, print_table
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def plan(
         target,
         memory,
         gpus,
-        recipes=None if recipes is None else [name.strip() for name in recipes.split(",")],
+        recipes=names(recipes),
         batch=batch,
         torch_version=torch_version,
     )
@@ -168,8 +168,8 @@ def grouped(layers: Sequence[LayerPlan]) -> list[tuple[str, ...]]:
         why = "; ".join(filter(None, (layer.reason, _filled(layer))))
         groups.setdefault((layer.status, why), Counter())[pattern] += 1
     return [
-        (", ".join(f"{name} ({n})" if n > 1 else name for name, n in names.items()), *key)
-        for key, names in groups.items()
+        (", ".join(f"{name} ({n})" if n > 1 else name for name, n in counts.items()), *key)
+        for key, counts in groups.items()
     ]
 
 
