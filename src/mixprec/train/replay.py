@@ -16,7 +16,6 @@ from mixprec.amp.setup import region
 from mixprec.inspection.nonfinite import NonFinite, first_nonfinite
 from mixprec.nn.state import converted_layers
 from mixprec.train import checkpoint
-from mixprec.train.feed import in_order, num_workers
 from mixprec.train.splits import Batch, stream_seed
 from mixprec.train.trainer import Trainer
 
@@ -88,12 +87,9 @@ def _rewind_noise(trainer: Trainer, batches: list[Batch]) -> None:
 
 
 def _evaluation(trainer: Trainer) -> NonFinite | None:
-    data, size = trainer.evaluation_rows, trainer.config.data.eval_batch_size
-    rows = min(size, len(data)) if trainer.config.train.dry_run else len(data)
     trainer.model.eval()
     try:
-        batches = in_order(data, rows, size, trainer.device, num_workers(trainer.config))
-        for inputs, targets in batches:
+        for inputs, targets in trainer.evaluation_batches():
             with torch.no_grad():
                 fault = first_nonfinite(
                     trainer.model,

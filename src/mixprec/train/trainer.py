@@ -8,7 +8,7 @@ for bit (on a CPU; on a GPU as far as its kernels are deterministic).
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -216,24 +216,27 @@ class Trainer:
             skipped=self.skipped,
         )
 
+    def evaluation_batches(self) -> Iterator[Batch]:
+        """The evaluation rows in their order; in a dry run one batch of them."""
+        data, size = self.evaluation_rows, self.config.data.eval_batch_size
+        rows = min(size, len(data)) if self.config.train.dry_run else len(data)
+        return in_order(data, rows, size, self.device, num_workers(self.config))
+
     def evaluate(self) -> Evaluation:
         """Loss and accuracy on the evaluation rows (a dry run: on one batch of them).
 
         Raises: NonFiniteError: The loss of a batch is not finite.
         """
-        data, size = self.evaluation_rows, self.config.data.eval_batch_size
-        rows = min(size, len(data)) if self.config.train.dry_run else len(data)
-        loss, right, asked = 0.0, 0, 0
+        loss, rows, right, asked = 0.0, 0, 0, 0
         self.model.eval()
         try:
-            for inputs, targets in in_order(
-                data, rows, size, self.device, num_workers(self.config)
-            ):
+            for inputs, targets in self.evaluation_batches():
                 with torch.no_grad():
                     output, batch_loss = self._output_and_loss(inputs, targets)
                     mean = batch_loss.item()
                 self._require_finite(mean, self.done, "the evaluation loss", inputs)
                 loss += mean * len(targets)
+                rows += len(targets)
                 if output.shape[:-1] == targets.shape and not targets.is_floating_point():
                     right += int((output.argmax(dim=-1) == targets).sum())
                     asked += targets.numel()
