@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 from mixprec.amp.inputs import cast_inputs
 from mixprec.explanation.passes import call, eagerly
-from mixprec.gemm.api import EMULATED, GemmSpec, multiply
+from mixprec.gemm.api import EMULATED, GemmSpec
+from mixprec.inspection.statistics import evenly_apart, tally_gemm
 from mixprec.linear_products import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, Plan
-from mixprec.measure import sqnr_db
 from mixprec.modes import plain_arithmetic
 from mixprec.nn import QuantizedLayer, convert
 from mixprec.nn.state import converted_layers
@@ -351,20 +351,9 @@ def _rows(
 def _product_sqnr(gemm: GemmSpec, operands: tuple[Tensor, Tensor], seed: int) -> float:
     exact, decoded = [], []
     for x, spec in zip(operands, (gemm.a, gemm.b), strict=True):
-        count = min(len(x), _SAMPLED)
-        rows = torch.arange(count, device=x.device) * len(x) // max(count, 1)
-        exact.append(x[rows].double())
+        rows = evenly_apart(x, _SAMPLED)
         used = x if spec is None else first_use(x, spec, seed=seed).dequantize()
+        exact.append(x[rows])
         decoded.append(used[rows])
-    dtype = functools.reduce(torch.promote_types, (x.dtype for x in decoded), torch.float32)
-    a, b = (x.to(dtype) for x in decoded)
-    approx = multiply(
-        a,
-        b,
-        bias=None,
-        out_dtype=dtype,
-        impl=EMULATED,
-        out=gemm.out,
-        accumulate=gemm.accumulate,
-    )
-    return sqnr_db(exact[0] @ exact[1].t(), approx)
+    tally = tally_gemm(gemm, (exact[0], exact[1]), (decoded[0], decoded[1]), EMULATED)
+    return tally.sqnr_db

@@ -15,9 +15,11 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from mixprec.measure import decibels, num_saturated, num_underflowed, squares
+from mixprec.gemm.api import GemmSpec, multiply
+from mixprec.measure import as_float64, decibels, num_saturated, num_underflowed, squares
 from mixprec.quantization import as_matrix
 from mixprec.quantized_tensor import QuantizedTensor
 from mixprec.scaling import block_amax, times_blocks
@@ -204,6 +206,37 @@ def tally_product(reference: Tensor, approx: Tensor) -> ProductTally:
     """The error of a result, or of a part of it, against the exact one."""
     signal, noise = squares(reference, approx)
     return ProductTally(signal=signal, noise=noise)
+
+
+def tally_gemm(
+    gemm: GemmSpec, exact: tuple[Tensor, Tensor], decoded: tuple[Tensor, Tensor], impl: str
+) -> ProductTally:
+    """The error of a product of quantised operands, before it is held in the result's type.
+
+    Args:
+        gemm: How it is added up and rounded.
+        exact: a [M, K] and b [N, K] as they were; their product is float64.
+        decoded: The same rows quantised and decoded, multiplied in float32 or wider.
+        impl: As in ``quantized_matmul``.
+    """
+    dtype = torch.promote_types(decoded[0].dtype, decoded[1].dtype)
+    dtype = torch.promote_types(dtype, torch.float32)
+    approx = multiply(
+        decoded[0].to(dtype),
+        decoded[1].to(dtype),
+        bias=None,
+        out_dtype=dtype,
+        impl=impl,
+        out=gemm.out,
+        accumulate=gemm.accumulate,
+    )
+    return tally_product(as_float64(exact[0]) @ as_float64(exact[1]).t(), approx)
+
+
+def evenly_apart(x: Tensor, most: int) -> Tensor:
+    """Indices of at most so many rows of x, evenly apart."""
+    count = min(len(x), most)
+    return torch.arange(count, device=x.device) * len(x) // max(count, 1)
 
 
 def _scale(q: QuantizedTensor) -> float:

@@ -19,15 +19,16 @@ from typing import Self, TypeVar
 import torch
 from torch import Tensor, nn
 
-from mixprec.gemm.api import GemmSpec, multiply
+from mixprec.gemm.api import GemmSpec
 from mixprec.inspection.statistics import (
     OperandTally,
     ProductStatistics,
     ProductTally,
     Statistics,
     StepStatistics,
+    evenly_apart,
+    tally_gemm,
     tally_operand,
-    tally_product,
 )
 from mixprec.linear_products import (
     G_GRAD_INPUT,
@@ -41,7 +42,6 @@ from mixprec.linear_products import (
     X_OUTPUT,
     Plan,
 )
-from mixprec.measure import as_float64
 from mixprec.modes import plain_arithmetic
 from mixprec.nn import QuantizedLayer
 from mixprec.nn.state import converted_layers
@@ -69,9 +69,7 @@ class _Operand:
 
     def sampled(self) -> _Operand:
         """Rows evenly apart, in memory of their own, with what is counted of all."""
-        length = len(self.exact)
-        count = min(length, _SAMPLED_ROWS)
-        index = torch.arange(count, device=self.exact.device) * length // max(count, 1)
+        index = evenly_apart(self.exact, _SAMPLED_ROWS)
         exact, decoded = (x.index_select(0, index) for x in (self.exact, self.decoded))
         return _Operand(exact, decoded, self.tally)
 
@@ -85,22 +83,6 @@ def _operand(plan: Plan, x: Tensor, position: int, first: _Operand | None = None
         return _Operand(x, q, None)
     decoded = q.dequantize()
     return _Operand(x, decoded, tally_operand(x, q, decoded))
-
-
-def _product(gemm: GemmSpec, a: _Operand, b: _Operand) -> ProductTally:
-    """The error of the product of sampled rows, before it is held in the result's type."""
-    dtype = torch.promote_types(a.decoded.dtype, b.decoded.dtype)
-    dtype = torch.promote_types(dtype, torch.float32)
-    approx = multiply(
-        a.decoded.to(dtype),
-        b.decoded.to(dtype),
-        bias=None,
-        out_dtype=dtype,
-        impl="auto",
-        out=gemm.out,
-        accumulate=gemm.accumulate,
-    )
-    return tally_product(as_float64(a.exact) @ as_float64(b.exact).t(), approx)
 
 
 @dataclass(slots=True, eq=False)
@@ -154,7 +136,8 @@ class _LayerTallies:
                 _add(self.operands, (name, position), operand.tally)
         gemm = plan.gemms[product]
         if _quantises(gemm):
-            _add(self.products, (name, product), _product(gemm, a, b))
+            exact, decoded = (a.exact, b.exact), (a.decoded, b.decoded)
+            _add(self.products, (name, product), tally_gemm(gemm, exact, decoded, "auto"))
 
     def rows(self, layer: str) -> Iterator[Statistics]:
         """Of each product its operands, then itself."""
