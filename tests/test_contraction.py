@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mixprec import RECIPES, GemmSpec, Noise, QuantSpec, Recipe, linear
+from mixprec.amp import autocast
 from mixprec.contraction import einsum
 from mixprec.formats import FORMATS
 from mixprec.linear_products import delayed_positions
@@ -304,9 +308,12 @@ def test_result_has_the_widest_type_and_gradients_their_operands(
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 4), (0, 3, 4)], ids=str)
-def test_result_has_the_type_of_an_autocast_region(shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    "region", [partial(torch.autocast, "cpu", torch.bfloat16), partial(autocast, "bf16")]
+)
+def test_result_has_the_type_of_a_region(region: Callable[[], Any], shape: tuple[int, ...]) -> None:
     a, b = torch.randn(shape), torch.randn(shape)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with region():
         out = einsum("bik,bjk->bij", a, b, recipe="fp8_tensorwise")
         summed = einsum("bik,bjk->ij", a, b.sum(0, keepdim=True), recipe="fp8_tensorwise")
         double = einsum("bik,bjk->bij", a.double(), b, recipe="fp8_tensorwise")

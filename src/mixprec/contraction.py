@@ -22,8 +22,8 @@ from torch import Tensor
 
 from mixprec.autograd import linear
 from mixprec.linear_products import LinearState
-from mixprec.modes import is_autocast_on
 from mixprec.noise import Noise
+from mixprec.policy import active_dtype
 from mixprec.recipes import Recipe, get_recipe
 from mixprec.rounding import check_floating
 
@@ -119,8 +119,8 @@ def einsum(
         state: Of the first batch entry, whose backward then counts the noise step.
 
     Returns:
-        The contraction in the widest type of the operands; inside ``torch.autocast`` in the active
-        type (float64 stays). Gradients have their operand's type.
+        The contraction in the widest type of the operands; inside a region of 16 bits, ours
+        or ``torch.autocast``, in its type (float64 stays). Gradients have their operand's type.
 
     Raises:
         TypeError: An equation that is no string, as in ``torch.einsum``'s sublist form; an operand
@@ -163,9 +163,7 @@ def _tensors(operands: tuple[Tensor, ...]) -> list[Tensor]:
 
 def _result_dtype(a: Tensor, b: Tensor) -> torch.dtype:
     dtype = torch.promote_types(a.dtype, b.dtype)
-    if is_autocast_on(a) and dtype != torch.float64:
-        return torch.get_autocast_dtype(a.device.type)
-    return dtype
+    return dtype if dtype == torch.float64 else active_dtype(a) or dtype
 
 
 def _contract(
