@@ -16,7 +16,8 @@ from mixprec.planning.records import MemoryPlan
 from mixprec.planning.rehearsal import Step
 from mixprec.planning.repeats import find_repeats
 from mixprec.recipes import get_recipe, with_base
-from mixprec.train.config import Config, OptimizerConfig, from_dict
+from mixprec.train.config import Config, from_dict
+from mixprec.train.config_fields import OptimizerConfig
 from mixprec.train.models import build_model
 
 MODELS: dict[str, dict[str, Any]] = {

@@ -15,11 +15,10 @@ from mixprec.train.config import (
     ConfigError,
     from_dict,
     load,
-    recipe_label,
-    resolve_recipe,
     to_dict,
     to_toml,
 )
+from mixprec.train.recipe_choice import recipe_label, resolve_recipe
 
 E4M2 = {"exponent": 4, "mantissa": 2}
 

@@ -16,13 +16,13 @@ from mixprec.train import run
 from mixprec.train.config import (
     Config,
     ConfigError,
-    ScalerConfig,
     from_dict,
     load,
     recipe_line,
     to_dict,
     to_toml,
 )
+from mixprec.train.config_fields import ScalerConfig
 from mixprec.train.recipe_choice import recipe_label, resolve_recipe, step_recipe
 from train.small_models import SMALL_NET, use
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mixprec.amp import GradScaler
 from mixprec.train import checkpoint, compare, run
-from mixprec.train.config import Config, ScalerConfig
+from mixprec.train.config_fields import Config, ScalerConfig
 from mixprec.train.faults import NonFiniteError
 from mixprec.train.loop import Preempted
 from mixprec.train.trainer import Trainer

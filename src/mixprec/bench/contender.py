@@ -18,7 +18,7 @@ from mixprec.measure import saved_bytes
 from mixprec.memory import live_bytes, peak_bytes, state_bytes, tensors_in
 from mixprec.recipes import NARROW, Recipe
 from mixprec.train import optimizers
-from mixprec.train.config import OptimizerConfig
+from mixprec.train.config_fields import OptimizerConfig
 
 _BATCHES = 4
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mixprec.formats import lookup
-from mixprec.train.config import OptimizerConfig
+from mixprec.train.config_fields import OptimizerConfig
 from mixprec.train.models import MODELS, Loss, build_model
 
 AUTO = "auto"

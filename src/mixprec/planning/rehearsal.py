@@ -25,7 +25,7 @@ from mixprec.memory import live_bytes, storage_bytes, tensors_in
 from mixprec.planning.batches import Row, batch_of
 from mixprec.recipes import Recipe
 from mixprec.train import optimizers
-from mixprec.train.config import OptimizerConfig
+from mixprec.train.config_fields import OptimizerConfig
 from mixprec.train.models import Loss
 
 UPDATE = "update"

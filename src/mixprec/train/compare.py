@@ -24,7 +24,7 @@ from mixprec.quantization import QuantizedTensor
 from mixprec.recipes import Recipe
 from mixprec.train import checkpoint
 from mixprec.train.compared import chosen_recipes, configuration, level_notes
-from mixprec.train.config import Config, InspectConfig
+from mixprec.train.config_fields import Config, InspectConfig
 from mixprec.train.faults import NonFiniteError
 from mixprec.train.feed import dataset_of
 from mixprec.train.log import (

@@ -6,7 +6,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from mixprec.train.config import OPTIMIZERS, ConfigError, OptimizerConfig
+from mixprec.train.config_fields import OPTIMIZERS, OptimizerConfig
+from mixprec.train.toml_text import ConfigError
 
 
 def make(
