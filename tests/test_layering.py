@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "mixprec"
 LAYERS = [
     "formats",
     "modes",
+    "torch_operators",
     "hardware",
     "variables",
     "cublas",

@@ -7,53 +7,20 @@ The products and the factorisations built on them are operators, so that autogra
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
+from mixprec import torch_operators
 from mixprec.fp64.product import joined, multiply
 from mixprec.fp64.report import add_record, wants_bounds
 from mixprec.fp64.request import DOUBLE_DOUBLE, FLOAT64, Output, Request, Scheme
 from mixprec.modes import plain_arithmetic
 
-_LIBRARY = torch.library.Library("mixprec", "FRAGMENT")
-
-
-def define(
-    name: str,
-    implementation: Callable[..., Any],
-    *,
-    fake: Callable[..., Any],
-    backward: Callable[..., Any] | None = None,
-    setup_context: Callable[..., None] | None = None,
-) -> OpOverload[..., Any]:
-    """A new operator of torch, ``torch.ops.mixprec.NAME``.
-
-    Args:
-        name: Its name.
-        implementation: What runs on tensors of any device; its annotations are the operator's
-            schema. Never returns an argument.
-        fake: The shapes and types of the results.
-        backward, setup_context: As ``torch.library.register_autograd`` takes them.
-
-    Returns:
-        The operator's only overload, callable; ``torch.library.register_vmap`` takes it.
-    """
-    # not torch.library.custom_op, which loads Dynamo at the first call: three seconds
-    schema = name + torch.library.infer_schema(implementation, mutates_args=())
-    # the data decide the number of products: a CUDA graph cannot hold that
-    _LIBRARY.define(schema, tags=(torch.Tag.cudagraph_unsafe,))
-    _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
-    qualified = f"mixprec::{name}"
-    torch.library.register_fake(qualified, fake, lib=_LIBRARY)
-    if backward is not None:
-        torch.library.register_autograd(
-            qualified, backward, setup_context=setup_context, lib=_LIBRARY
-        )
-    return getattr(torch.ops.mixprec, name).default
+# the data decide the number of products: a CUDA graph cannot hold that
+define = functools.partial(torch_operators.define, tags=(torch.Tag.cudagraph_unsafe,))
+"""``torch_operators.define`` of what runs products by integers."""
 
 
 def _matmul(

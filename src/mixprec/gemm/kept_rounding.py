@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
 from mixprec.rounding import LAYOUTS, SOURCE_FORMATS
-
-_LIBRARY = torch.library.Library("mixprec", "FRAGMENT")
+from mixprec.torch_operators import LIBRARY, define
 
 
 def _define(
@@ -31,22 +30,19 @@ def _define(
     backward: Callable[[Any, Tensor], Any],
 ) -> Any:
     """An operator that runs as ``cast``, and that a graph has as ``traced``."""
-    _LIBRARY.define(name + torch.library.infer_schema(cast, mutates_args=()))
-    _LIBRARY.impl(name, cast, "CompositeExplicitAutograd")
-    qualified = f"mixprec::{name}"
-    torch.library.register_fake(qualified, cast, lib=_LIBRARY)
 
     def keep_dtype(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.dtype = inputs[0].dtype
-
-    torch.library.register_autograd(qualified, backward, setup_context=keep_dtype, lib=_LIBRARY)
 
     def rule(mode: Any, _: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor:
         with mode:
             return traced(*args, **(kwargs or {}))
 
-    torch.library.register_torch_dispatch(qualified, ProxyTorchDispatchMode, rule, lib=_LIBRARY)
-    return getattr(torch.ops.mixprec, name).default
+    operator = define(name, cast, fake=cast, backward=backward, setup_context=keep_dtype)
+    torch.library.register_torch_dispatch(
+        f"mixprec::{name}", ProxyTorchDispatchMode, rule, lib=LIBRARY
+    )
+    return operator
 
 
 def _widen(x: Tensor) -> Tensor:
