@@ -1,4 +1,4 @@
-"""Jobs that run on two ranks of gloo, for tests of what ranks agree on."""
+"""Jobs that run on several ranks of gloo, for tests of what ranks agree on."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-RANKS = 2
 Outcome = dict[str, Any]
 Job = Callable[[int], Outcome]
 Results = Callable[[Job], list[Outcome]]
 
 
-def _rank_main(rank: int, folder: str, jobs: Sequence[Job]) -> None:
+def _rank_main(rank: int, folder: str, jobs: Sequence[Job], ranks: int) -> None:
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    store = dist.FileStore(f"{folder}/store", ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     try:
         for job in jobs:
             torch.save(job(rank), f"{folder}/{job.__name__}.{rank}")
@@ -27,12 +26,12 @@ def _rank_main(rank: int, folder: str, jobs: Sequence[Job]) -> None:
         dist.destroy_process_group()
 
 
-def run_on_both(jobs: Sequence[Job], folder: Path) -> Results:
-    """Runs every job once on two ranks; gives what each rank found for one of them."""
-    mp.spawn(_rank_main, (str(folder), jobs), nprocs=RANKS)
+def run_on_ranks(jobs: Sequence[Job], folder: Path, ranks: int = 2) -> Results:
+    """Runs every job once on so many ranks; gives what each rank found for one of them."""
+    mp.spawn(_rank_main, (str(folder), jobs, ranks), nprocs=ranks)
 
     def results(job: Job) -> list[Outcome]:
-        files = [folder / f"{job.__name__}.{rank}" for rank in range(RANKS)]
+        files = [folder / f"{job.__name__}.{rank}" for rank in range(ranks)]
         return [torch.load(file, weights_only=True) for file in files]
 
     return results

@@ -24,6 +24,7 @@ LAYERS = [
     "rounding",
     "codes",
     "windows",
+    "sharding",
     "scale_rules",
     "scaling",
     "hadamard",

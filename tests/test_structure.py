@@ -37,6 +37,7 @@ PUBLIC = {
     "compare",
     "convert",
     "decode",
+    "distribute",
     "doctor",
     "einsum",
     "encode",

@@ -16,12 +16,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mixprec.gemm.api import GemmSpec, Operand, decodes_at_once, multiply
+from mixprec.gemm.api import GemmSpec, Operand, decodes_at_once, multiply, rounded
 from mixprec.hadamard import padded_length
 from mixprec.noise import Noise
 from mixprec.quantization import QuantizedTensor, QuantSpec, quantize, requantize
 from mixprec.recipes import Recipe
 from mixprec.scaling import DelayedState, record_amax
+from mixprec.sharding import WHOLE, Shard, Sharding
 from mixprec.windows import Windows
 
 # position of each operand in Recipe.specs, and the offset of its noise stream
@@ -29,6 +30,17 @@ X_OUTPUT, W_OUTPUT, G_GRAD_INPUT, W_GRAD_INPUT, G_GRAD_WEIGHT, X_GRAD_WEIGHT = r
 OUTPUT, GRAD_INPUT, GRAD_WEIGHT = range(3)
 Tensors = tuple[Tensor | None, ...]
 NOTHING: Tensors = (None,) * 4
+# free and contraction axis of each operand, and what each product is summed over
+_AXES = (
+    ("rows", "inputs"),
+    ("outputs", "inputs"),
+    ("rows", "outputs"),
+    ("inputs", "outputs"),
+    ("outputs", "rows"),
+    ("inputs", "rows"),
+)
+# parts of grad_weight are brought together by whoever holds the parameter: DDP, FSDP
+_SUMMED = ("inputs", "outputs", None)
 _FIRST_USE = {W_GRAD_INPUT: W_OUTPUT, G_GRAD_WEIGHT: G_GRAD_INPUT, X_GRAD_WEIGHT: X_OUTPUT}
 
 
@@ -71,6 +83,7 @@ class LinearState:
         counts_noise: Whether a recording backward counts the noise step.
         held: Where the weight's operands are kept for later calls; None makes them anew.
         observers: Who is told of the product.
+        sharding: Over whom the product's axes are spread.
     """
 
     delayed: tuple[DelayedState | None, ...] = (None,) * 6
@@ -79,10 +92,13 @@ class LinearState:
     counts_noise: bool = True
     held: HeldWeight | None = None
     observers: tuple[Observer, ...] = ()
+    sharding: Sharding = WHOLE
 
     def later(self) -> LinearState:
         """Of a further product of the same call, which records and counts nothing itself."""
-        return LinearState(records_forward=self.records_forward, observers=self.observers)
+        return LinearState(
+            records_forward=self.records_forward, observers=self.observers, sharding=self.sharding
+        )
 
 
 def shared_positions(recipe: Recipe) -> frozenset[int]:
@@ -118,15 +134,27 @@ def quantize_operand(
     noise: Noise | None,
     delayed: DelayedState | None,
     *,
+    sharding: Sharding = WHOLE,
     decoded: bool = False,
 ) -> Operand:
     """One of the six operands, drawing from its own stream of noise; x itself in high precision."""
     if spec is None:
         return x
-    if noise is not None:
+    shard = Shard(*(getattr(sharding, axis) for axis in _AXES[position]))
+    if noise is not None and spec.is_stochastic:
+        # a padded contraction is data: parts lie one after the other as they are padded
+        width = padded_length(x.shape[1]) if spec.hadamard else x.shape[1]
         noise = replace(noise, stream=noise.stream + position)
-    state = delayed if spec.is_delayed else None
-    return quantize(x, spec, noise=noise, state=state, packed=False, decoded=decoded)
+        noise = shard.noise(noise, (x.shape[0], width), x.device)
+    return quantize(
+        x,
+        spec,
+        noise=noise,
+        state=delayed if spec.is_delayed else None,
+        reduce=None if shard == Shard() else shard.largest,
+        packed=False,
+        decoded=decoded,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,6 +208,7 @@ class Plan:
             position,
             self.noise,
             delayed,
+            sharding=self.state.sharding,
             decoded=not is_kept and decodes_at_once(x, self.impl),
         )
         if records and delayed is not None and isinstance(operand, QuantizedTensor):
@@ -253,16 +282,22 @@ class Plan:
         self, product: int, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
         """One of the three products, its result rounded as the recipe says."""
-        gemm = self.gemms[product]
-        return multiply(
-            a,
-            b,
-            bias=bias,
-            out_dtype=dtype,
-            impl=self.impl,
-            out=gemm.out,
-            accumulate=gemm.accumulate,
-        )
+        gemm, axis = self.gemms[product], _SUMMED[product]
+        spread = None if axis is None else getattr(self.state.sharding, axis)
+        if spread is None:
+            return multiply(
+                a,
+                b,
+                bias=bias,
+                out_dtype=dtype,
+                impl=self.impl,
+                out=gemm.out,
+                accumulate=gemm.accumulate,
+            )
+        wide = torch.float64 if gemm.is_exact else sum_dtype(dtype)
+        part = multiply(a, b, bias=None, out_dtype=wide, impl=self.impl, accumulate=gemm.accumulate)
+        whole = spread.total(part)
+        return rounded(whole if bias is None else whole + bias, gemm.out, dtype)
 
     def input_gradient(self, g: Operand, w: Operand, shape: torch.Size) -> Tensor:
         """grad_input, of x's shape; what several windows share is summed before it is rounded."""

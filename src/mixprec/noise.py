@@ -63,7 +63,8 @@ class Noise:
         seed: The run's seed, 0 to 2^64 - 1.
         step: Counts the uses in time (a layer's backward passes): an int, or a 0-d int64 tensor.
         stream: Tells operands apart.
-        row: Row of the tensor's first element in the whole operand, for shards.
+        row: Row of the tensor's first element in the whole operand, for shards. This and the next
+            two may be 0-d int64 tensors.
         column: Its column there.
         columns: Columns of the whole operand; None when the tensor has them all.
     """
@@ -71,9 +72,9 @@ class Noise:
     seed: int
     step: int | Tensor = 0
     stream: int = 0
-    row: int = 0
-    column: int = 0
-    columns: int | None = None
+    row: int | Tensor = 0
+    column: int | Tensor = 0
+    columns: int | Tensor | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.seed, int) or not 0 <= self.seed < 1 << 64:
@@ -100,16 +101,17 @@ class Noise:
         """
         rows, width = shape
         columns = self.columns if self.columns is not None else self.column + width
-        if columns < width:
+        if isinstance(columns, int) and columns < width:
             raise ValueError(
                 f"columns: got {columns}; the tensor alone has {width}; pass the whole operand's "
                 "number of columns"
             )
         k0, k1 = self._keys(device)
-        row = torch.arange(self.row, self.row + rows, dtype=torch.int64, device=device) * columns
-        column = torch.arange(self.column, self.column + width, dtype=torch.int64, device=device)
+        row = (torch.arange(rows, dtype=torch.int64, device=device) + self.row) * columns
+        column = torch.arange(width, dtype=torch.int64, device=device) + self.column
         outer, inner = (column, row) if column_major else (row, column)
-        has_high = (self.row + rows) * columns > 1 << 32
+        end = (self.row + rows) * columns
+        has_high = isinstance(end, Tensor) or end > 1 << 32
         draws = torch.empty((len(outer), len(inner)), dtype=torch.int32, device=device)
         length = len(outer)
         if draws.device.type == "cpu" and not torch.compiler.is_compiling():

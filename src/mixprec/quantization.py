@@ -27,11 +27,12 @@ from mixprec.rounding import (
     round_float,
     round_in_range,
 )
-from mixprec.scale_rules import SCALE_RULES, make_scales
+from mixprec.scale_rules import SCALE_RULES, Reduce, make_scales
 from mixprec.scaling import (
     DelayedState,
     block_amax,
     delayed_amax,
+    has_history,
     is_column_major,
     pieces,
     times_blocks,
@@ -47,6 +48,7 @@ def quantize(
     *,
     noise: Noise | None = None,
     state: DelayedState | None = None,
+    reduce: Reduce | None = None,
     packed: bool = True,
     decoded: bool = False,
 ) -> QuantizedTensor:
@@ -62,6 +64,9 @@ def quantize(
         noise: For stochastic rounding; rows and columns as the operand sees them.
         state: For delayed scaling: the scale comes from its history (from x while that is empty).
             It is not changed: pass the result's amax to ``scaling.record_amax``.
+        reduce: Where x is one rank's part of an operand: its amaxes and the axes along which a
+            block has other parts (all, for a tensor's amax) -> the largest of all parts, also NaN
+            or inf. Called at least once where a block spans an axis, by all ranks alike.
         packed: 4-bit codes two a byte; False spares packing on the way to one product.
         decoded: Values in place of codes where ``can_be_decoded``, for one product that would
             decode them at once, and may overwrite them.
@@ -80,21 +85,7 @@ def quantize(
     Exactness: codes equal the scalar definition bit for bit (tests/test_quantization.py).
     """
     spec = as_spec(spec)
-    check_floating("x", x)
-    if spec.is_stochastic and noise is None:
-        raise ValueError(
-            "noise: got None; stochastic rounding needs it; pass noise=Noise(seed=..., step=...)"
-        )
-    if state is not None and not spec.is_delayed:
-        raise ValueError(
-            "state: got one for a spec with amax_history_len=0; its scale comes from x; leave the "
-            "state out"
-        )
-    if spec.is_delayed and state is None:
-        raise ValueError(
-            "state: got None; delayed scaling needs it; pass mixprec.scaling.delayed_state(), or a "
-            "spec with amax_history_len=0"
-        )
+    _check_arguments(x, spec, noise, state)
     matrix = as_matrix(x, spec)
     shape = torch.Size((*x.shape[:-1], matrix.shape[1])) if x.ndim or spec.hadamard else x.shape
     amax = scale = encode = tensor_amax = None
@@ -102,8 +93,12 @@ def quantize(
         codes = _codes(matrix, spec, noise)
     else:
         amax = block_amax(matrix, spec.block)
+        if reduce is not None and (state is None or not has_history(state)):
+            amax = reduce(amax, (spec.block[0] == -1, spec.block[1] == -1))
         used = amax if state is None else delayed_amax(state, spec.amax_compute_algo, amax)
-        encode, scale, tensor_amax = make_scales(used, spec.scale_rule, spec.format, spec.min_amax)
+        encode, scale, tensor_amax = make_scales(
+            used, spec.scale_rule, spec.format, spec.min_amax, reduce
+        )
         amax = amax.to(torch.float32)
         decoded = decoded and can_be_decoded(spec)
         codes = _scaled_codes(matrix, spec, encode, amax, noise, decoded=decoded)
@@ -119,6 +114,26 @@ def quantize(
         shape=shape,
     )
     return result.packed() if packed and not result.is_decoded else result
+
+
+def _check_arguments(
+    x: Tensor, spec: QuantSpec, noise: Noise | None, state: DelayedState | None
+) -> None:
+    check_floating("x", x)
+    if spec.is_stochastic and noise is None:
+        raise ValueError(
+            "noise: got None; stochastic rounding needs it; pass noise=Noise(seed=..., step=...)"
+        )
+    if state is not None and not spec.is_delayed:
+        raise ValueError(
+            "state: got one for a spec with amax_history_len=0; its scale comes from x; leave the "
+            "state out"
+        )
+    if spec.is_delayed and state is None:
+        raise ValueError(
+            "state: got None; delayed scaling needs it; pass mixprec.scaling.delayed_state(), or a "
+            "spec with amax_history_len=0"
+        )
 
 
 def requantize(

@@ -27,6 +27,10 @@ _FLT_MAX = torch.finfo(torch.float32).max
 _NAN_BITS = 0x7FC00000
 
 
+Reduce = Callable[[Tensor, tuple[bool, bool]], Tensor]
+"""The largest of all parts' magnitudes along the (free, contraction) axes that are asked for."""
+
+
 class Scales(NamedTuple):
     """What a rule makes of the amaxes of an operand's blocks.
 
@@ -131,13 +135,15 @@ def _reciprocal(x: Tensor) -> Tensor:
     return x.to(torch.float64).reciprocal_().clamp_(max=_FLT_MAX).to(torch.float32)
 
 
-def _nvfp4(amax: Tensor, fmt: FloatFormat) -> Scales:
+def _nvfp4(amax: Tensor, fmt: FloatFormat, reduce: Reduce | None = None) -> Scales:
     # two looks spare most tensors four passes
     is_looked_at = can_look_at(amax) and amax.numel() > 0
     is_finite = is_looked_at and math.isfinite(amax.amax())
     is_positive = is_looked_at and float(amax.amin()) > 0
     finite = amax if is_finite else amax.nan_to_num(nan=0.0, posinf=0.0)
     largest = finite.amax() if amax.numel() else finite.new_zeros(())
+    if reduce is not None:
+        largest = reduce(largest, (True, True))
     # a number over a tensor would be its reciprocal, rounded, times the number
     whole = torch.full_like(largest, 2688, dtype=torch.float64) / largest.to(torch.float64)
     whole = whole.clamp_(max=_FLT_MAX).to(torch.float32)
@@ -169,21 +175,24 @@ def tensor_scale(tensor_amax: Tensor) -> Tensor:
 class ScaleRule(NamedTuple):
     """From the amaxes of blocks to their scales.
 
-    make: Function of amax and the elements' format; NaN where amax is not finite.
+    make: Function of amax and the elements' format; NaN where amax is not finite. With
+        ``is_of_tensor`` also of what brings the amaxes of an operand's parts together, or None.
     block_scale: The float32 factors of what ``make`` keeps.
     is_exact: Whether multiplying values by their block's scale is exact in FP32, so that it may be
         done before a product is summed.
     exceeds: Whether x * encode can lie beyond the format's range.
     mantissa: Mantissa bits of a scale: 0 for powers of two.
     amax_dtype: The type in which it takes amax.
+    is_of_tensor: Whether a second factor belongs to the whole tensor.
     """
 
-    make: Callable[[Tensor, FloatFormat], Scales]
+    make: Callable[..., Scales]
     block_scale: Callable[[Tensor], Tensor]
     is_exact: bool
     exceeds: bool = False
     mantissa: int = 0
     amax_dtype: torch.dtype = torch.float64
+    is_of_tensor: bool = False
 
 
 def _as_kept(scale: Tensor) -> Tensor:
@@ -205,6 +214,7 @@ SCALE_RULES: Mapping[str, ScaleRule] = MappingProxyType(
             exceeds=True,
             mantissa=3,
             amax_dtype=torch.float32,
+            is_of_tensor=True,
         ),
     }
 )
@@ -221,7 +231,13 @@ RULE_FORMATS: Mapping[str, tuple[str, ...]] = MappingProxyType({"nvfp4": ("e2m1"
 """Rules that are made for some formats only: nvfp4's constants are those of e2m1."""
 
 
-def make_scales(amax: Tensor, rule: str, fmt: FloatFormat, min_amax: float = 0.0) -> Scales:
+def make_scales(
+    amax: Tensor,
+    rule: str,
+    fmt: FloatFormat,
+    min_amax: float = 0.0,
+    reduce: Reduce | None = None,
+) -> Scales:
     """The factor that quantises each block, and what brings its values back.
 
     Args:
@@ -230,6 +246,7 @@ def make_scales(amax: Tensor, rule: str, fmt: FloatFormat, min_amax: float = 0.0
         rule: A name in ``SCALE_RULES``.
         fmt: The elements' format.
         min_amax: Floor under amax, applied before the test for zero.
+        reduce: For a part of an operand: what the whole tensor's amax is taken with.
 
     Returns:
         Scales of amax's shape.
@@ -243,4 +260,5 @@ def make_scales(amax: Tensor, rule: str, fmt: FloatFormat, min_amax: float = 0.0
     made = SCALE_RULES[rule]
     if min_amax:
         amax = amax.to(torch.float64).clamp(min=min_amax)
-    return made.make(amax.to(made.amax_dtype), fmt)
+    amax = amax.to(made.amax_dtype)
+    return made.make(amax, fmt, reduce) if made.is_of_tensor else made.make(amax, fmt)

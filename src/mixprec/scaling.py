@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mixprec.noise import cached_elements
+from mixprec.rounding import can_look_at
 
 Block = tuple[int, int]
 AmaxComputeAlgo = Literal["max", "most_recent"]
@@ -168,6 +169,11 @@ def delayed_amax(state: DelayedState, algo: AmaxComputeAlgo, own: Tensor) -> Ten
     """
     past = state.history.amax() if algo == "max" else state.history[0]
     return torch.where(past > 0, past, own.to(torch.float32))
+
+
+def has_history(state: DelayedState) -> bool:
+    """Whether an amax was entered already; False too where asking would wait for a device."""
+    return can_look_at(state.history) and bool(state.history[0] > 0)
 
 
 def record_amax(state: DelayedState, amax: Tensor) -> DelayedState:

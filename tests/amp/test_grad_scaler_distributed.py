@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RANKS, Job, Outcome, Results, run_on_both
+from ranks import RANKS, Job, Outcome, Results, run_on_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -160,7 +160,7 @@ JOBS: tuple[Job, ...] = (
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """What each rank found for a job."""
-    return run_on_both(JOBS, tmp_path_factory.mktemp("ranks"))
+    return run_on_ranks(JOBS, tmp_path_factory.mktemp("ranks"))
 
 
 OVERFLOW = {"cause": "overflow", "scale": 4.0, "tracker": 0}

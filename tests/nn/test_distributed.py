@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Job, Outcome, Results, run_on_both
+from ranks import Job, Outcome, Results, run_on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -109,7 +109,7 @@ JOBS: tuple[Job, ...] = (
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """What each rank found for a job."""
-    return run_on_both(JOBS, tmp_path_factory.mktemp("ranks"))
+    return run_on_ranks(JOBS, tmp_path_factory.mktemp("ranks"))
 
 
 def test_histories_hold_the_maximum_over_ranks_and_micro_batches(both: Results) -> None:

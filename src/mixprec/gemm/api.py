@@ -245,16 +245,25 @@ def multiply(
     accumulate: Accumulate = FP32,
 ) -> Tensor:
     """The product of 2-D operands that are quantised already, rounded by ``out`` if given."""
-    rounds = out is not None and SOURCE_FORMATS[out_dtype] != out.format
-    sum_dtype = torch.float32 if rounds else out_dtype
+    sum_dtype = torch.float32 if _rounds(out, out_dtype) else out_dtype
     name, _ = _choose(a, b, sum_dtype, impl, accumulate)
     if accumulate not in MODELS:
         result = _IMPLS[name].matmul(a, b, bias=bias, out_dtype=sum_dtype)
     else:
         result = emulated.matmul(a, b, bias=bias, out_dtype=sum_dtype, accumulate=accumulate)
-    if out is not None and rounds:
-        result = round_float(result, out.format, out.rounding, None, out.saturate).to(out_dtype)
-    return result
+    return rounded(result, out, out_dtype)
+
+
+def rounded(result: Tensor, out: QuantSpec | None, out_dtype: torch.dtype) -> Tensor:
+    """A product's sums rounded by ``out``, if given, and held in a type."""
+    if out is not None and _rounds(out, out_dtype):
+        result = round_float(result, out.format, out.rounding, None, out.saturate)
+    return result.to(out_dtype)
+
+
+def _rounds(out: QuantSpec | None, out_dtype: torch.dtype) -> bool:
+    """Whether holding a result in a type leaves rounding to be done."""
+    return out is not None and SOURCE_FORMATS[out_dtype] != out.format
 
 
 def _as_operand(

@@ -1,6 +1,7 @@
 """Layers that multiply by a recipe, and the conversion of models to them and back."""
 
 from mixprec.nn.convert import convert, revert
+from mixprec.nn.distribution import distribute
 from mixprec.nn.kinds import KINDS
 from mixprec.nn.layer import QuantizedLayer
 from mixprec.nn.linear import QuantizedLinear
@@ -24,6 +25,7 @@ __all__ = [
     "attach",
     "attached_models",
     "convert",
+    "distribute",
     "forget_amaxes",
     "keep_sensitive",
     "load_state_dict",

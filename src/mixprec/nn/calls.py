@@ -19,6 +19,7 @@ from mixprec.linear_products import LinearState
 from mixprec.nn.layer import QuantizedLayer
 from mixprec.policy import BODIES
 from mixprec.recipes import Recipe
+from mixprec.sharding import WHOLE, Sharding
 
 Handlers = Mapping[Callable[..., Any], Callable[..., Any]]
 ATTENTION = "scaled_dot_product_attention"
@@ -112,13 +113,14 @@ class QuantizedCalls(QuantizedLayer):
             recipe=self.recipe,
             noise=self.noise(GROUPED),
             impl=self.impl,
-            state=self._counting(GROUPED),
+            state=self._counting(GROUPED, self.active_sharding()),
         )
 
-    def _counting(self, name: str) -> LinearState:
+    def _counting(self, name: str, sharding: Sharding = WHOLE) -> LinearState:
         """Of the first product of a name, as observers are told it."""
         return LinearState(
             records_forward=self._is_recording(),
             records_backward=self.training,
             observers=self._told(name),
+            sharding=sharding,
         )

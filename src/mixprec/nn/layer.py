@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -26,6 +27,7 @@ from mixprec.linear_products import (
 from mixprec.noise import Noise
 from mixprec.recipes import OPERANDS, Recipe
 from mixprec.scaling import DelayedState, split_state
+from mixprec.sharding import WHOLE, Sharding
 from mixprec.windows import Windows
 
 _PREFIX = "mixprec_"
@@ -44,6 +46,7 @@ NUMERICS_ATTRIBUTES = (
     "_seen",
     "_held",
     "observers",
+    "sharding",
 )
 """What a converted layer has beside its buffers."""
 
@@ -80,6 +83,7 @@ class QuantizedLayer(nn.Module):
         cache_weights: Whether quantised weights are kept until the weight changes.
         observers: Told of each product, with its name before ``Observer``'s arguments; in training
             its state records backward.
+        sharding: Over whom the axes of its products are spread, by ``mixprec.distribute``.
     """
 
     reuses_weights: ClassVar[bool] = False
@@ -90,6 +94,7 @@ class QuantizedLayer(nn.Module):
     noise_stream: int
     cache_weights: bool
     observers: tuple[Callable[[str, Plan, Tensor, Tensor, Tensor], None], ...] = ()
+    sharding: Sharding = WHOLE
     _histories: dict[str, tuple[str, ...]]
     _seen: dict[str, tuple[weakref.ref[Tensor], int]]
     _held: dict[tuple[str, int], HeldWeight]
@@ -187,6 +192,7 @@ class QuantizedLayer(nn.Module):
             # the whole parameter is the same in every product
             held=self._held_weight(name, 0 if weight is owner else entry, owner),
             observers=self._told(name),
+            sharding=self.active_sharding(),
         )
         return product(
             x,
@@ -201,6 +207,10 @@ class QuantizedLayer(nn.Module):
 
     def _is_recording(self) -> bool:
         return self.training and not _is_recomputing()
+
+    def active_sharding(self) -> Sharding:
+        """Over whom axes are spread now: each rank evaluates rows of its own."""
+        return self.sharding if self.training else replace(self.sharding, rows=None)
 
     def noise(self, name: str = "", entry: int = 0) -> Noise | None:
         """The noise of a product's next pass; None where nothing is rounded stochastically."""
