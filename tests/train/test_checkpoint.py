@@ -217,5 +217,5 @@ def test_a_manifest_that_lacks_a_key_is_passed_by(tmp_path: Path, key: str) -> N
 
 def test_tensors_that_cannot_be_written_are_an_error_of_the_system(tmp_path: Path) -> None:
     file = tmp_path / "absent" / "model.safetensors"
-    with pytest.raises(OSError, match=r"model\.safetensors: cannot be written: "):
+    with pytest.raises(OSError, match=r"model\.safetensors: .*No such file"):
         checkpoint._write_tensors(file, {"w": torch.ones(2)})

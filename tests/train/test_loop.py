@@ -209,7 +209,8 @@ def test_a_non_finite_loss_keeps_the_last_finite_checkpoint(
     assert kept["position"]["step"] == 4
     assert all(value.isfinite().all() for value in kept["model"].values())
     assert "conv1.weight" in records(tmp_path)[-1]["error"]
-    assert not (tmp_path / "result.json").exists()
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["outcome"], result["exit_code"], result["steps"]) == ("nonfinite", 3, 5)
 
 
 def test_generators_of_the_caller_are_left_alone(small: Small) -> None:

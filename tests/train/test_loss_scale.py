@@ -122,7 +122,7 @@ def test_an_overflow_on_the_floor_ends_the_run_and_names_the_gradient(
     assert records(tmp_path)[-1] == {"step": 4, "error": message}
     scales = [line["loss_scale"] for line in records(tmp_path) if "loss" in line]
     assert scales == [2.0**40, 2.0**39, 2.0**38]
-    assert not (tmp_path / "result.json").exists()
+    assert json.loads((tmp_path / "result.json").read_text())["outcome"] == "nonfinite"
     newest = checkpoint.load(checkpoint.listed(tmp_path / "checkpoints")[-1])
     assert newest["position"]["step"] == newest["scaler"]["skipped"] == 3
     assert newest["scaler"]["scale"] == 2.0**37

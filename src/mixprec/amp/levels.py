@@ -88,7 +88,7 @@ def initialize(
     wrapped = [with_update(optimizer, recipe) for optimizer in optimizer_list]
     floor = 1.0 if min_loss_scale is None else min_loss_scale
     start = min(max(2.0**16, floor), max_loss_scale)
-    options = {"init_scale": start, "min_scale": floor, "max_scale": max_loss_scale}
+    options: dict[str, Any] = {"init_scale": start, "min_scale": floor, "max_scale": max_loss_scale}
     scalers = [scaler_for(recipe, **options) for _ in range(num_losses)]
     for model in model_list:
         cast_parameters(model, recipe)

@@ -57,14 +57,16 @@ def with_update(optimizer: Optimizer, recipe: Recipe, seed: int = 0) -> Optimize
     return MixedPrecision(optimizer, update=recipe.update, seed=seed)
 
 
-def scaler_for(recipe: Recipe, **options: Any) -> GradScaler:
+def scaler_for(recipe: Recipe, *, checks: bool = False, **options: Any) -> GradScaler:
     """The gradient scaler that the recipe asks for; a disabled one where it asks for none.
 
     Args:
         recipe: Its loss_scale is ``dynamic``, a constant or None.
+        checks: Where it asks for none, one of scale 1, which changes no bit of finite gradients and
+            skips the step of others.
         options: Of ``GradScaler``; for a constant scale those that say how it moves are unused.
     """
-    scale = recipe.loss_scale
+    scale = 1.0 if checks and recipe.loss_scale is None else recipe.loss_scale
     if scale == DYNAMIC or scale is None:
         return GradScaler(enabled=scale is not None, **options)
     return GradScaler(init_scale=float(scale), min_scale=min(1.0, float(scale)), dynamic=False)

@@ -18,7 +18,6 @@ from mixprec.cli.output import (
     print_table,
     written_page,
 )
-from mixprec.cli.train import NON_FINITE
 
 COLUMNS = (
     "recipe",
@@ -77,6 +76,7 @@ def compare(
 
     from mixprec.pages.comparison import render
     from mixprec.train.compare import run
+    from mixprec.train.faults import EXIT_CODES
 
     result = run(
         config,
@@ -100,7 +100,7 @@ def compare(
         for line in files:
             console().print(line, soft_wrap=True)
     if all(run["failure"] for run in result["runs"]):
-        raise typer.Exit(NON_FINITE)
+        raise typer.Exit(EXIT_CODES["nonfinite"])
 
 
 def _show(result: Mapping[str, Any]) -> None:

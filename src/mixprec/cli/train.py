@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -18,8 +19,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-NON_FINITE = 3
-PREEMPTED = 75
+_STOP_SIGNALS = [
+    getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)
+]
 
 
 def train(
@@ -50,12 +52,13 @@ def train(
     """Train a model.
 
     The run folder holds the resolved configuration, metrics.jsonl, result.json and checkpoints.
-    Exit code 3: a loss was not finite. Exit code 75: stopped by SIGTERM, with a checkpoint saved.
+    Exit code 3: a loss or gradient was not finite. Exit code 75: stopped by SIGTERM, SIGINT or
+    SIGUSR1, with a checkpoint saved; --resume auto goes on.
     """
     from rich.console import Console
 
     from mixprec.train.config import load
-    from mixprec.train.faults import NonFiniteError
+    from mixprec.train.faults import EXIT_CODES, NonFiniteError
     from mixprec.train.loop import Preempted, run
 
     console = Console(stderr=as_json)
@@ -68,7 +71,7 @@ def train(
     resolved = load(config, [*(settings or []), *shortcuts])
     folder = Path("runs") / config.stem if out is None else out
     try:
-        with _sigterm() as asked_to_stop:
+        with _asked_to_stop() as asked_to_stop:
             result = run(
                 resolved,
                 out=folder,
@@ -79,8 +82,8 @@ def train(
             )
     except (NonFiniteError, Preempted) as error:
         typer.echo(f"mixprec: {error}", err=True)
-        code = PREEMPTED if isinstance(error, Preempted) else NON_FINITE
-        raise typer.Exit(code) from error
+        outcome = "preempted" if isinstance(error, Preempted) else "nonfinite"
+        raise typer.Exit(EXIT_CODES[outcome]) from error
     if as_json:
         print_json(result)
     elif not resolved.train.dry_run:
@@ -97,14 +100,29 @@ def _show(table: Table, console: Console) -> None:
 
 
 @contextmanager
-def _sigterm() -> Iterator[threading.Event]:
-    """An event that SIGTERM sets for as long as the block runs; only a main thread can listen."""
+def _asked_to_stop() -> Iterator[threading.Event]:
+    """An event that a signal sets for as long as the block runs; only a main thread can listen.
+
+    After a first SIGINT (Ctrl-C) the next one ends the program at once.
+    """
     asked = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield asked
         return
-    before = signal.signal(signal.SIGTERM, lambda *_: asked.set())
+
+    def note(number: int, _: object) -> None:
+        asked.set()
+        again = ""
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            again = "; once more to stop at once"
+        # not print, which may be at work where the signal arrives
+        name = signal.Signals(number).name
+        os.write(2, f"mixprec: {name}: saving a checkpoint after this step{again}\n".encode())
+
+    before = {number: signal.signal(number, note) for number in _STOP_SIGNALS}
     try:
         yield asked
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -65,23 +65,28 @@ def _names(folders: Sequence[RunFolder]) -> list[str]:
 def _summary(runs: Runs) -> list[str]:
     found = []
     for name, folder in runs.items():
-        failed = folder.records["error"]
+        state, failed = _state(folder)
         lead = f"{name}: " if len(runs) > 1 else ""
-        found.append(paragraph(f"{lead}{_state(folder)}", "alarm" if failed else None))
+        found.append(paragraph(f"{lead}{state}", "alarm" if failed else None))
         found += [paragraph(f"{lead}{line}.") for line in folder.missing]
     return found
 
 
-def _state(folder: RunFolder) -> str:
-    """What became of a run, in a sentence."""
+def _state(folder: RunFolder) -> tuple[str, bool]:
+    """What became of a run, in a sentence; and whether it failed."""
     errors, result = folder.records["error"], folder.documents.get(RESULT)
-    if errors:
-        return f"Failed: {errors[-1]['error']}."
+    if result is None and errors:
+        return f"Failed: {errors[-1]['error']}.", True
     if result is None:
         steps = _steps(folder)
-        return f"Not over: the last record is of step {max(steps)}." if steps else "No records."
+        last = f"Not over: the last record is of step {max(steps)}." if steps else "No records."
+        return last, False
+    if "error" in result:
+        outcome = str(result.get("outcome", "failed")).capitalize()
+        return f"{outcome}: {result['error']}.", result.get("outcome") != "preempted"
     what = [str(result[key]) for key in ("model", "recipe", "device") if result.get(key)]
-    return f"{', '.join(what)}: {result.get('steps')} steps."
+    faults = f" {len(errors)} faults were met and passed by." if errors else ""
+    return f"{', '.join(what)}: {result.get('steps')} steps.{faults}", False
 
 
 def _steps(folder: RunFolder) -> list[int]:

@@ -13,8 +13,9 @@ from mixprec.inspection.updates import UpdateWatch
 from mixprec.nn.state import converted_layers
 from mixprec.policy import Operation
 from mixprec.train.faults import NonFiniteError
+from mixprec.train.records import StepRecord
 from mixprec.train.replay import replay
-from mixprec.train.trainer import StepRecord, Trainer
+from mixprec.train.trainer import Trainer
 
 
 class RunAlarms:
@@ -78,9 +79,8 @@ class RunAlarms:
     def failed(self, error: NonFiniteError) -> list[Alarm]:
         """What ended the run: the step is taken again, and every result looked at."""
         trainer, found = self._trainer, []
-        if trainer.scaler.is_enabled():
-            scale = trainer.scaler.get_scale()
-            found = self._watch.observe(error.step, loss_scale=scale)
+        if trainer.loss_scale is not None:
+            found = self._watch.observe(error.step, loss_scale=trainer.loss_scale)
         fault = replay(trainer, error.step)
         return found + self._watch.new([None if fault is None else nonfinite(fault)])
 

@@ -9,13 +9,15 @@ section:
       manifest.json         size and SHA-256 of each file
 
 It is written beside its place and renamed into it, so a run that dies while writing leaves the
-checkpoint before it untouched. A tensor that two names share is stored once.
+checkpoint before it untouched; what it left behind goes when the next one is written. What is not
+wanted any more loses its name before its files. A tensor that two names share is stored once.
 """
 
 import hashlib
 import json
 import os
 import random
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,7 +30,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-_PREFIX = "step_"
+_NAME = re.compile(r"step_\d{8,}")
+_WRITING, _REPLACED, _REMOVING = ".writing_", ".replaced_", ".removing_"
 _FORMAT = 1
 # A resumed run may go on longer, elsewhere, or be recorded otherwise; all else shapes its numbers.
 _MAY_CHANGE = {
@@ -41,6 +44,8 @@ _MAY_CHANGE = {
     "inspect.every",
     "inspect.tensorboard",
     "train.save_model",
+    "train.on_nonfinite",
+    "train.nonfinite_limit",
     "recipe_source",
     "data.path",
     "data.workers",
@@ -50,11 +55,24 @@ _MAY_CHANGE = {
 }
 
 
+_UNREADABLE = (
+    AttributeError,
+    LookupError,
+    OSError,
+    RecursionError,
+    SafetensorError,
+    TypeError,
+    ValueError,
+)
+
+
 class CheckpointError(ValueError):
     """A checkpoint that is damaged, incomplete or absent; the text names the file."""
 
 
-def save(folder: Path, step: int, tree: Mapping[str, Any], *, keep: int) -> Path:
+def save(
+    folder: Path, step: int, tree: Mapping[str, Any], *, keep: int, spare: int | None = None
+) -> Path:
     """Write one checkpoint, and drop all but the newest `keep` up to it.
 
     Checkpoints of later steps are dropped too: they are damaged, or of a run that went another way
@@ -62,23 +80,45 @@ def save(folder: Path, step: int, tree: Mapping[str, Any], *, keep: int) -> Path
 
     Args:
         tree: Sections by name. Keys are text, whole numbers, true/false or None.
+        spare: The step of one that is not dropped, however old it is.
 
     Returns: The folder of this checkpoint, `step_` and eight digits.
-    Raises: TypeError: The tree holds something that is neither plain data nor a tensor.
+    Raises:
+        TypeError: The tree holds something that is neither plain data nor a tensor.
+        OSError: It cannot be written, on a full disk for one; those before it are kept.
     """
-    target = folder / f"{_PREFIX}{step:08d}"
-    beside = folder / f".writing_{target.name}"
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
-    _write(beside, tree)
-    shutil.rmtree(target, ignore_errors=True)
-    os.replace(beside, target)
-    _sync(folder)
+    target = folder / f"step_{step:08d}"
+    beside, replaced = folder / f"{_WRITING}{target.name}", folder / f"{_REPLACED}{target.name}"
+    _clear(folder, _WRITING, _REMOVING)
+    try:
+        beside.mkdir(parents=True)
+        _write(beside, tree)
+        if target.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+            os.replace(target, replaced)
+        os.replace(beside, target)
+        _sync(folder)
+    except OSError as error:
+        raise OSError(
+            f"checkpoint: got {target}; it cannot be written ({error.strerror or error}); those "
+            "before it are kept; make room, or give another folder"
+        ) from error
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
     steps = listed(folder)
     place = steps.index(target) + 1
+    spared = folder / f"step_{step if spare is None else spare:08d}"
     for stale in steps[: max(0, place - keep)] + steps[place:]:
-        shutil.rmtree(stale)
+        if stale != spared:
+            os.replace(stale, folder / f"{_REMOVING}{stale.name}")
+    _clear(folder, _REPLACED, _REMOVING)
     return target
+
+
+def _clear(folder: Path, *prefixes: str) -> None:
+    for prefix in prefixes:
+        for leftover in folder.glob(f"{prefix}*"):
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -86,43 +126,61 @@ def load(path: Path) -> dict[str, Any]:
 
     Raises: CheckpointError: A file is missing, truncated or changed; it is named.
     """
-    manifest = _json(path, "manifest.json")
-    if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
-        raise CheckpointError(
-            f"checkpoint: got {path}; its manifest.json is of no known version; choose another"
-        )
-    files = manifest.get("files")
-    if not isinstance(files, dict) or "tree.json" not in files:
-        raise CheckpointError(
-            f"checkpoint: got {path}; its manifest.json does not list the files; choose another"
-        )
-    for name, expected in files.items():
-        _verify(path / name, expected)
-    tensors: dict[str, Tensor] = {}
-    for name in files:
-        if name.endswith(".safetensors"):
-            tensors |= load_file(path / name)
     try:
-        return {name: _unpack(node, tensors) for name, node in _json(path, "tree.json").items()}
-    except KeyError as error:
+        return _loaded(path)
+    except CheckpointError:
+        raise
+    except _UNREADABLE as error:
         raise CheckpointError(
-            f"checkpoint: got {path}; its manifest.json lists no file with {error}; choose another"
+            f"checkpoint: got {path}; it cannot be read ({type(error).__name__}: {error}); choose "
+            "another"
         ) from error
 
 
 def listed(folder: Path) -> list[Path]:
     """The checkpoints of a folder, oldest first; [] where there is none. Nothing is verified."""
-    return sorted(path for path in folder.glob(f"{_PREFIX}*") if path.is_dir())
+    found = [p for p in folder.glob("step_*") if _NAME.fullmatch(p.name) and p.is_dir()]
+    return sorted(found, key=_step)
 
 
-def newest(folder: Path, report: Callable[[str], None]) -> dict[str, Any] | None:
-    """The newest checkpoint that is whole, or None; each damaged one is reported and passed by."""
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
+
+
+def newest(
+    folder: Path, report: Callable[[str], None], *, at_most: int | None = None
+) -> dict[str, Any] | None:
+    """The newest checkpoint that is whole, or None; each damaged one is reported and passed by.
+
+    at_most: The last step that is asked for.
+    """
+    for old in folder.glob(f"{_REPLACED}step_*"):
+        # what died between two renames left no whole one of that name
+        if not (place := folder / old.name.removeprefix(_REPLACED)).exists():
+            os.replace(old, place)
     for path in reversed(listed(folder)):
+        if at_most is not None and _step(path) > at_most:
+            continue
         try:
             return load(path)
         except CheckpointError as error:
             report(f"skipped a damaged checkpoint: {error}")
     return None
+
+
+@contextmanager
+def understood() -> Iterator[None]:
+    """A stretch in which a checkpoint is taken over by those whose state it holds.
+
+    Raises: CheckpointError: In place of what they say of one that is not theirs.
+    """
+    try:
+        yield
+    except (*_UNREADABLE, ArithmeticError, RuntimeError) as error:
+        raise CheckpointError(
+            f"checkpoint: got one whose content is not a run's ({type(error).__name__}: {error}); "
+            "choose another"
+        ) from error
 
 
 def require_same_run(saved: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
@@ -187,6 +245,31 @@ def _which(device: torch.device) -> tuple[torch.device, ...]:
     return (device,) if device.type == "cuda" else ()
 
 
+def _loaded(path: Path) -> dict[str, Any]:
+    manifest = _json(path, "manifest.json")
+    if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
+        raise CheckpointError(
+            f"checkpoint: got {path}; its manifest.json is of no known version; choose another"
+        )
+    files = manifest.get("files")
+    if not isinstance(files, dict) or "tree.json" not in files:
+        raise CheckpointError(
+            f"checkpoint: got {path}; its manifest.json does not list the files; choose another"
+        )
+    for name, expected in files.items():
+        _verify(path / name, expected)
+    tensors: dict[str, Tensor] = {}
+    for name in files:
+        if name.endswith(".safetensors"):
+            tensors |= load_file(path / name)
+    try:
+        return {name: _unpack(node, tensors) for name, node in _json(path, "tree.json").items()}
+    except KeyError as error:
+        raise CheckpointError(
+            f"checkpoint: got {path}; its manifest.json lists no file with {error}; choose another"
+        ) from error
+
+
 def _write(folder: Path, tree: Mapping[str, Any]) -> None:
     names: dict[tuple[Any, ...], str] = {}
     nodes = {}
@@ -209,7 +292,7 @@ def _write_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
         save_file(tensors, file)
     except SafetensorError as error:
         # It is the system's fault, a full disk for one, as it is of the files beside it.
-        raise OSError(f"{file}: cannot be written: {error}") from error
+        raise OSError(f"{file.name}: {error}") from error
 
 
 def _pack(
@@ -243,7 +326,7 @@ def _unpack(node: Any, tensors: Mapping[str, Tensor]) -> Any:
     if kind == "dict":
         return {key: _unpack(item, tensors) for key, item in content}
     items = [_unpack(item, tensors) for item in content]
-    return tuple(items) if kind == "tuple" else items
+    return {"list": list, "tuple": tuple}[kind](items)
 
 
 def _identity(tensor: Tensor, path: str) -> tuple[Any, ...]:

@@ -36,8 +36,9 @@ from mixprec.train.log import (
     write_losses,
 )
 from mixprec.train.recipe_choice import RecipeTable
+from mixprec.train.records import StepRecord
 from mixprec.train.splits import Dataset
-from mixprec.train.trainer import StepRecord, Trainer, pick_device
+from mixprec.train.trainer import Trainer, pick_device
 
 EMULATED_NOTE = "emulated: timing is not hardware speed"
 FP8_IMPL = "scaled_mm"
@@ -73,7 +74,7 @@ class _Contender:
     @property
     def scale_curve(self) -> dict[str, list[Any]] | None:
         """The loss scale of each step, and the steps that were skipped; None without scaling."""
-        if not self.trainer.scaler.is_enabled():
+        if self.loss_scale is None:
             return None
         counts = pairwise([0, *(record.skipped for record in self.records)])
         return {
@@ -85,8 +86,7 @@ class _Contender:
     @property
     def loss_scale(self) -> float | None:
         """The scale after the last step; None without loss scaling."""
-        scaler = self.trainer.scaler
-        return scaler.get_scale() if scaler.is_enabled() else None
+        return self.trainer.loss_scale
 
     def record(self) -> dict[str, Any]:
         """What one seed says about the recipe; None where the run failed before it."""

@@ -133,6 +133,10 @@ class TrainConfig(_Section):
     into one optimizer step; clip_norm: the largest L2 norm of the gradient; compile: true or a mode
     of torch.compile, which draws other dropout masks than eager code from the same seed; dry_run:
     one optimizer step and one evaluation batch, nothing written.
+
+    on_nonfinite: what a loss or gradient that is not finite does, as `mixprec.train.faults` has it:
+    the run stops, the step is skipped, or the run goes back to its newest checkpoint;
+    nonfinite_limit: such steps in a row, or ways back in all, at which it stops nevertheless.
     """
 
     epochs: Count = 14
@@ -145,6 +149,8 @@ class TrainConfig(_Section):
     log_every: Count = 10
     dry_run: bool = False
     save_model: bool = False
+    on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
+    nonfinite_limit: Count = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 import math
 import os
 import shutil
+import signal
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from mixprec.train.models import model_arguments
 from mixprec.train.splits import Batch, Dataset, Items, Rows, epoch_order
 
 _AHEAD = 2
+_HAS_USR1 = hasattr(signal, "SIGUSR1")  # not on Windows
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -187,9 +189,19 @@ def _loader(
         num_workers=workers,
         prefetch_factor=_AHEAD,
         pin_memory=pin,
+        worker_init_fn=_leave_signals,
         # one of its own: a loader draws a number, which would be missing from the global one
         generator=torch.Generator(),
     )
+
+
+def _leave_signals(_: int) -> None:
+    """A signal for all processes of a run is its main one's, which needs data until it has saved.
+
+    Workers end when it tells them to, or is gone.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, *([signal.SIGUSR1] if _HAS_USR1 else [])):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _collated(items: Items, part: list[int]) -> Batch:

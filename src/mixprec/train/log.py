@@ -65,7 +65,14 @@ def create_folder(out: str | Path) -> Path:
 
 def write_json(path: Path, value: Any) -> None:
     """Strict JSON: a float that is not finite becomes null, since JSON has no name for it."""
-    path.write_text(json.dumps(finite(value), indent=1, allow_nan=False) + "\n")
+    _replace(path, json.dumps(finite(value), indent=1, allow_nan=False) + "\n")
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file that is the old one or the new one, whenever the process is killed."""
+    beside = path.with_name(f".writing_{path.name}")
+    beside.write_text(text)
+    beside.replace(path)
 
 
 def write_losses(path: Path, result: Mapping[str, Any]) -> None:
@@ -141,7 +148,7 @@ class Metrics:
         self._path = path
         if path is not None:
             kept = path.read_text().splitlines() if resumed_at and path.exists() else []
-            path.write_text("".join(f"{line}\n" for line in kept if _step(line) <= resumed_at))
+            _replace(path, "".join(f"{line}\n" for line in kept if _step(line) <= resumed_at))
 
     def write(self, **record: Any) -> None:
         """Append one object; each has `step`, the optimizer steps done when it was written."""

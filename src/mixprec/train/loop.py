@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -18,7 +18,7 @@ from mixprec.train import checkpoint
 from mixprec.train.alarms import RunAlarms
 from mixprec.train.config import Config, load, recipe_line, to_toml
 from mixprec.train.events import Events
-from mixprec.train.faults import NonFiniteError
+from mixprec.train.faults import EXIT_CODES, NonFiniteError
 from mixprec.train.log import (
     Metrics,
     ProgressLines,
@@ -35,6 +35,7 @@ _CONFIG = "config.toml"
 _EVENTS = "events"
 _METRICS = "metrics.jsonl"
 _MODEL = "model.pt"
+_RESULT = "result.json"
 
 
 class Preempted(Exception):
@@ -67,12 +68,15 @@ def run(
 
     Returns: The content of `result.json`: `loss` and `accuracy` of the last evaluation,
         `train_loss` of the last step, `step_ms` the median step of this process, bytes held after
-        it by `mixprec.memory.state_bytes`, and what ran.
+        it by `mixprec.memory.state_bytes`, and what ran. `outcome` is a key of
+        `mixprec.train.faults.EXIT_CODES`, which the file has where the run did not finish too.
     Raises:
         ConfigError: The configuration cannot be used.
         ValueError: `out` holds another run, or a configuration of the user's, or cannot be written;
             or the checkpoint is damaged or of another run.
-        NonFiniteError: A loss was not finite; checkpoints saved before it are kept.
+        NonFiniteError: A loss was not finite, and `train.on_nonfinite` is to stop then, or has come
+            to its limit; checkpoints saved before it are kept.
+        OSError: A checkpoint cannot be written; those saved before it are kept.
         Preempted: `stop` said so.
     """
     if not isinstance(config, Config):
@@ -96,6 +100,7 @@ def run(
             # Before the configuration: without metrics, a config.toml is known to be the user's.
             metrics = Metrics(folder and folder / _METRICS, resumed_at=trainer.done)
             if folder is not None:
+                (folder / _RESULT).unlink(missing_ok=True)
                 (folder / _CONFIG).write_text(to_toml(config), encoding="utf-8")
                 write_json(folder / "environment.json", environment(device))
             lines.line(f"{config.model}, {recipe_line(config)}, {device}")
@@ -112,6 +117,9 @@ def run(
             ).train(stop)
 
 
+_OUTCOMES = {NonFiniteError: "nonfinite", Preempted: "preempted"}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
     """A trainer with what its run writes and shows."""
@@ -124,20 +132,57 @@ class _Run:
     lines: ProgressLines
 
     def train(self, stop: Callable[[], bool]) -> dict[str, Any]:
-        """Every step that is left, then the result."""
-        started, step_ms = time.perf_counter(), []
+        """Every step that is left, then the result; however it ends, result.json says how."""
+        started = time.perf_counter()
+        step_ms: list[float] = []
         self._tell(self.trainer.done, self.alarms.start())
         try:
+            self._have_a_way_back()
             while self.trainer.done < self.trainer.total:
-                step_ms.append(self._step())
-                saved = self._save() if self._is_due() else None
-                if stop() and self.trainer.done < self.trainer.total:
-                    raise Preempted(saved or self._save())
+                self._advance(step_ms, stop)
             return self._result(step_ms, time.perf_counter() - started)
-        except NonFiniteError as error:
-            self._tell(error.step, self.alarms.failed(error))
-            self.metrics.write(step=error.step, error=str(error))
+        except Exception as error:
+            outcome = _OUTCOMES.get(type(error), "error")
+            # on a full disk the error says enough
+            with suppress(OSError):
+                self._write_result(outcome, {"steps": self.trainer.done, "error": str(error)})
             raise
+
+    def _advance(self, step_ms: list[float], stop: Callable[[], bool]) -> None:
+        """One step with its checkpoint, where one is due or asked for; or the way back."""
+        is_asked = False
+        try:
+            step_ms.append(self._step())
+            is_due = self._is_due()
+            is_asked = stop() and self.trainer.done < self.trainer.total
+            saved = self._save(is_way_back=is_due) if is_asked or is_due else None
+        except NonFiniteError as error:
+            self._failed(error)
+            saved = self._back(error)
+        if is_asked:
+            raise Preempted(saved)
+
+    def _have_a_way_back(self) -> None:
+        if self.folder is not None and self.trainer.faults.goes_back:
+            if not checkpoint.listed(self.folder / _CHECKPOINTS):
+                self._save()
+
+    def _back(self, error: NonFiniteError) -> Path | None:
+        """Go on from the newest checkpoint, after the data of the fault; or raise."""
+        state = None
+        if self.trainer.faults.goes_back and self.folder is not None:
+            folder, limit = self.folder / _CHECKPOINTS, self.trainer.faults.way_back
+            state = checkpoint.newest(folder, self.lines.line, at_most=limit)
+        if state is None:
+            raise error
+        self.trainer.roll_back(state, error)
+        step = state["position"]["step"]
+        self.lines.line(f"{error}; back to step {step}, and on after the data of {error.step}")
+        return self._save()
+
+    def _failed(self, error: NonFiniteError) -> None:
+        self._tell(error.step, self.alarms.failed(error))
+        self.metrics.write(step=error.step, error=str(error))
 
     def _step(self) -> float:
         """One optimizer step with its records; milliseconds."""
@@ -148,12 +193,17 @@ class _Run:
         milliseconds = 1e3 * (time.perf_counter() - started)
         text = f"epoch {record.epoch + 1} step {record.step} loss {record.loss:.4f}"
         if record.loss_scale is not None:
-            text += f" loss scale {record.loss_scale:g} skipped {record.skipped}"
+            text += f" loss scale {record.loss_scale:g}"
+        if record.loss_scale is not None or record.skipped:
+            text += f" skipped {record.skipped}"
         if record.step % trainer.config.train.log_every == 0 or record.step == trainer.total:
             self.metrics.write(**asdict(record), step_ms=milliseconds)
             self.lines.status(record.step, text)
         else:
             self.lines.advance(record.step, text)
+        if trainer.faults.skipped_for is not None:
+            self.lines.line(f"{trainer.faults.skipped_for}; skipped")
+            self.metrics.write(step=record.step, error=str(trainer.faults.skipped_for))
         if trainer.statistics is not None:
             self._inspected(trainer.statistics)
         self._tell(record.step, self.alarms.after_step(record))
@@ -184,17 +234,29 @@ class _Run:
         every = trainer.config.checkpoint.every or trainer.steps_per_epoch
         return trainer.done % every == 0 or trainer.done == trainer.total
 
-    def _save(self) -> Path | None:
+    def _save(self, *, is_way_back: bool = True) -> Path | None:
         trainer = self.trainer
+        if is_way_back:
+            trainer.faults.way_back = trainer.done
         # A dry run is whole only if the state can be saved, so it is collected there too.
         state = trainer.state()
         if self.folder is None:
             return None
-        keep = trainer.config.checkpoint.keep
-        return checkpoint.save(self.folder / _CHECKPOINTS, trainer.done, state, keep=keep)
+        return checkpoint.save(
+            self.folder / _CHECKPOINTS,
+            trainer.done,
+            state,
+            keep=trainer.config.checkpoint.keep,
+            spare=trainer.faults.way_back if trainer.faults.goes_back else None,
+        )
 
     def _result(self, step_ms: list[float], seconds: float) -> dict[str, Any]:
         trainer, config = self.trainer, self.trainer.config
+        try:
+            score = self._evaluate()
+        except NonFiniteError as error:
+            self._failed(error)
+            raise
         held = state_bytes(trainer.model, trainer.optimizer)
         result = {
             "model": config.model,
@@ -205,18 +267,23 @@ class _Run:
             "seed": config.train.seed,
             "steps": trainer.done,
             "skipped": trainer.skipped,
+            "rollbacks": trainer.faults.rollbacks,
             "train_loss": trainer.loss,
-            **self._evaluate(),
+            **score,
             "step_ms": median(step_ms) if step_ms else None,
             "seconds": seconds,
             **held,
             # without a step in this process there are none yet
             "grad_bytes": held["grad_bytes"] or None,
         }
+        if self.folder is not None and config.train.save_model:
+            trainer.save_model(self.folder / _MODEL)
+        return self._write_result("finished", result)
+
+    def _write_result(self, outcome: str, result: dict[str, Any]) -> dict[str, Any]:
+        result = {"outcome": outcome, "exit_code": EXIT_CODES[outcome], **result}
         if self.folder is not None:
-            write_json(self.folder / "result.json", result)
-            if config.train.save_model:
-                trainer.save_model(self.folder / _MODEL)
+            write_json(self.folder / _RESULT, result)
         return result
 
 

@@ -46,16 +46,17 @@ def replay(trainer: Trainer, step: int) -> NonFinite | None:
 
 
 def _step(trainer: Trainer, batches: list[Batch]) -> list[Tensor]:
-    """The step's gradients, or the loss that is not finite and ended it."""
+    """The step's gradients, or the losses that are not finite."""
     scale = trainer.scaler.get_scale() if trainer.scaler.is_enabled() else 1.0
     rows = sum(len(targets) for _, targets in batches)
     torch.manual_seed(stream_seed("step", trainer.config.train.seed, trainer.done))
+    bad = []
     for inputs, targets in batches:
         loss = _loss(trainer, inputs, targets) * (len(targets) / rows)
         if not math.isfinite(loss.item()):
-            return [loss.detach()]
+            bad.append(loss.detach())
         (loss * scale).backward()
-    return [p.grad for p in trainer.model.parameters() if p.grad is not None]
+    return bad or [p.grad for p in trainer.model.parameters() if p.grad is not None]
 
 
 def _loss(trainer: Trainer, inputs: Tensor, targets: Tensor) -> Tensor:

@@ -7,9 +7,10 @@ for bit (on a CPU; on a GPU as far as its kernels are deterministic).
 """
 
 import math
+import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,40 +26,12 @@ from mixprec.policy import Operation
 from mixprec.recipes import DYNAMIC
 from mixprec.train import checkpoint, optimizers
 from mixprec.train.config import Config, to_dict
-from mixprec.train.faults import NonFiniteError, first_fault
+from mixprec.train.faults import FaultPolicy, NonFiniteError, first_fault
 from mixprec.train.feed import Feed, dataset_of, in_order, num_workers
 from mixprec.train.models import build_model
 from mixprec.train.recipe_choice import by_layer, step_recipe
+from mixprec.train.records import Evaluation, StepRecord
 from mixprec.train.splits import Batch, Dataset, Items, stream_seed
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepRecord:
-    """loss: the mean over the step's rows, before its update; grad_norm: before clipping, unscaled.
-
-    loss_scale: the step's, None without loss scaling; skipped: steps so far whose gradients
-    overflowed, so that nothing was updated.
-    """
-
-    step: int
-    epoch: int
-    loss: float
-    lr: float
-    grad_norm: float | None
-    loss_scale: float | None
-    skipped: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
-    """loss: the mean over the evaluation rows; accuracy: the share that is right, in [0, 1].
-
-    An answer is right if the largest of the output's last dimension is the target's. None where the
-    output [N, ..., classes] does not belong to whole-number targets [N, ...].
-    """
-
-    loss: float
-    accuracy: float | None
 
 
 def pick_device(name: str) -> torch.device:
@@ -92,8 +65,10 @@ class Trainer:
     Attributes:
         model: The converted model; `report` says what the conversion did.
         criterion: (output, targets) -> the mean loss that is minimised.
-        done: Steps so far, of `total`, those that an overflow skipped among them: the data goes on.
+        done: Steps so far, of `total`, those that were skipped or passed by among them: the data
+            goes on.
         skipped: How many of these were skipped.
+        faults: What `train.on_nonfinite` does about values that are not finite, and did.
         loss: The training loss of the last one; NaN before the first.
         watcher: What samples steps; None without `inspect.every` or converted layers.
         statistics: Of the last step, if it was sampled.
@@ -117,7 +92,10 @@ class Trainer:
         self.optimizer = with_update(optimizer, self.recipe, config.train.seed)
         # after the wrapper, whose masters keep what this rounds away
         cast_parameters(self.model, self.recipe)
-        self.scaler = scaler_for(self.recipe, **asdict(config.scaler))
+        self.faults = FaultPolicy(config.train.on_nonfinite, config.train.nonfinite_limit)
+        self.scaler = scaler_for(
+            self.recipe, checks=self.faults.checks_gradients, **asdict(config.scaler)
+        )
         self._scheduler = torch.optim.lr_scheduler.StepLR(
             self.optimizer, step_size=1, gamma=config.optimizer.gamma
         )
@@ -170,6 +148,11 @@ class Trainer:
     def skipped(self) -> int:
         return self.scaler.skipped_steps
 
+    @property
+    def loss_scale(self) -> float | None:
+        """The scale of the next step's loss; None without loss scaling."""
+        return None if self.recipe.loss_scale is None else self.scaler.get_scale()
+
     def loss_of(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """The mean loss of a batch, a scalar with gradients."""
         return self._output_and_loss(inputs, targets)[1]
@@ -189,18 +172,25 @@ class Trainer:
     def step(self) -> StepRecord:
         """Take one step; with loss scaling, one whose gradients overflow updates nothing but that.
 
-        Raises: NonFiniteError: The loss, or the gradient where it is clipped without loss scaling,
-            or where it overflows at the smallest loss scale; nothing was updated.
+        Raises: NonFiniteError: The loss, or the gradient where it is clipped without loss scaling
+            or looked at by `train.on_nonfinite`, or where it overflows at the smallest loss scale;
+            nothing was updated. Where such steps are skipped: as many in a row as may be.
         """
         epoch = self.done // self.steps_per_epoch
         lr = self.optimizer.param_groups[0]["lr"]
-        loss_scale = self.scaler.get_scale() if self.scaler.is_enabled() else None
-        loss = self._gradients()
+        loss_scale = self.loss_scale
+        self.faults.before_step(self.model)
+        loss, inputs = self._gradients()
         clip = self.config.train.clip_norm
         norm = None if clip is None else self._clip(clip)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self._require_room(loss_scale)
+        self.faults.after_step(
+            self.done + 1,
+            self.scaler,
+            is_dynamic=self.recipe.loss_scale == DYNAMIC,
+            named=lambda: first_fault(self.model, inputs, self._run),
+        )
         self.done += 1
         self.loss = loss
         self.statistics = self.watcher.step() if self.watcher else None
@@ -261,6 +251,7 @@ class Trainer:
             "generators": checkpoint.generators(self.device),
             # the order of the data follows from the step
             "position": {"step": self.done, "loss": self.loss},
+            "faults": self.faults.state_dict(),
             "config": to_dict(self.config),
         }
 
@@ -272,21 +263,48 @@ class Trainer:
         """Go on from what `state` returned.
 
         Raises: ValueError: It is the state of another run; each difference has a line. Or this
-            run would be over before it.
+            run would be over before it. CheckpointError: It is no state of a trainer.
         """
-        checkpoint.require_same_run(state["config"], to_dict(self.config))
-        self._require_steps(state["position"]["step"])
+        with checkpoint.understood():
+            config, done = dict(state["config"]), operator.index(state["position"]["step"])
+        checkpoint.require_same_run(config, to_dict(self.config))
+        self._require_steps(done)
+        with checkpoint.understood():
+            self._take_over(state)
+        self.done = done
+        if self.watcher:
+            self.watcher.restart(done)
+
+    def _take_over(self, state: Mapping[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
         layers.load_state_dict(self.model, state["numerics"])
         self.optimizer.load_state_dict(state["optimizer"])
         self._scheduler.load_state_dict(state["scheduler"])
-        if self.scaler.is_enabled():
+        if self.scaler.is_enabled() and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
         checkpoint.set_generators(state["generators"], self.device)
-        self.done = state["position"]["step"]
-        self.loss = state["position"]["loss"]
+        self.loss = float(state["position"]["loss"])
+        # a checkpoint of before there were policies has no counts
+        self.faults.load_state_dict(state.get("faults", {}))
+
+    def roll_back(self, state: Mapping[str, Any], error: NonFiniteError) -> None:
+        """Take over an earlier state, and pass by the data up to the step at fault.
+
+        Raises: NonFiniteError: The given one, where this is not possible any more.
+        """
+        step = error.step
+        if state["position"]["step"] >= step:
+            raise error
+        self.faults.roll_back(error)
+        counts = self.faults.state_dict()
+        self.load_state(state)
+        self.faults.load_state_dict(counts)
+        for done in range(self.done + 1, step + 1):
+            if done % self.steps_per_epoch == 0:
+                self._end_epoch()
+        self.done = step
         if self.watcher:
-            self.watcher.restart(self.done)
+            self.watcher.restart(step)
 
     def _require_steps(self, done: int) -> None:
         train = self.config.train
@@ -305,33 +323,24 @@ class Trainer:
             warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler\.step\(\)` before")
             self._scheduler.step()
 
-    def _gradients(self) -> float:
-        """Gradients of the step's mean loss, whatever the batches it is made of; the loss."""
+    def _gradients(self) -> tuple[float, Tensor]:
+        """Gradients of the step's mean loss, whatever the batches it is made of.
+
+        Returns: The loss; and the inputs of the first batch whose loss was not finite, or the last.
+        """
         batches = self.batches(self.done)
         rows = sum(len(targets) for _, targets in batches)
         torch.manual_seed(stream_seed("step", self.config.train.seed, self.done))
         self.optimizer.zero_grad()
-        total = 0.0
+        total, suspect = 0.0, batches[0][0]
         for inputs, targets in batches:
             loss = self.loss_of(inputs, targets) * (len(targets) / rows)
-            value = loss.item()
-            self._require_finite(value, self.done + 1, "the loss", inputs)
+            suspect = inputs if math.isfinite(total) else suspect
+            total += loss.item()
             self.scaler.scale(loss).backward()
-            total += value
-        return total
-
-    def _require_room(self, loss_scale: float | None) -> None:
-        """Raise if the gradients overflow at the smallest scale: no later step would go better."""
-        outcome = self.scaler.last_step
-        if outcome is None or not outcome.at_floor or self.recipe.loss_scale != DYNAMIC:
-            return
-        fault = f"gradient {outcome.fault}" if outcome.fault else "a gradient of another rank"
-        raise NonFiniteError(
-            self.done + 1,
-            f"the gradient at the smallest loss scale, {loss_scale:g} (scaler.min_scale), after "
-            f"{self.skipped} skipped steps,",
-            f"{fault}; lower the learning rate, or train in bf16, which has FP32's range",
-        )
+        if not self.faults.skips:
+            self._require_finite(total, self.done + 1, "the loss", suspect)
+        return total, suspect
 
     def _require_finite(self, value: float, step: int, what: str, inputs: Tensor) -> None:
         if not math.isfinite(value):
