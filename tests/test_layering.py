@@ -21,6 +21,8 @@ LAYERS = [
     "measure",
     "memory",
     "noise",
+    "compiled_loops",
+    "loops",
     "rounding",
     "codes",
     "windows",

@@ -146,7 +146,7 @@ after = (torch.get_rng_state().tolist(), list(logging.root.handlers), logging.ro
 print(json.dumps({
     "changed": [index for index, (a, b) in enumerate(zip(before, after)) if a != b],
     "cuda": torch.cuda.is_initialized(),
-    "optional": sorted({"plotly", "tensorboard", "mlxtend", "torchao"} & set(sys.modules)),
+    "optional": sorted({"plotly", "tensorboard", "mlxtend", "torchao", "numba"} & set(sys.modules)),
 }))
 """
 

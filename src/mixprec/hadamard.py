@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mixprec import loops
 from mixprec.scaling import is_column_major, pieces
 
 SIZE = 16
@@ -42,6 +43,8 @@ def hadamard(x: Tensor) -> Tensor:
     rounded once to x's type.
     """
     x = _padded(x)
+    if loops.serves(x):
+        return loops.hadamard(x)
     signs = _signs(x.device).repeat(x.shape[-1] // SIZE)
     dtype = torch.float32 if x.dtype == torch.float64 else x.dtype
     axis = 0 if torch.compiler.is_compiling() else int(is_column_major(x))

@@ -100,13 +100,8 @@ class Noise:
             int32 tensor of that shape, each element in [0, 2^24); u = draw / 2^24.
         """
         rows, width = shape
-        columns = self.columns if self.columns is not None else self.column + width
-        if isinstance(columns, int) and columns < width:
-            raise ValueError(
-                f"columns: got {columns}; the tensor alone has {width}; pass the whole operand's "
-                "number of columns"
-            )
-        k0, k1 = self._keys(device)
+        columns = self.columns_of(width)
+        k0, k1 = self.keys(device)
         row = (torch.arange(rows, dtype=torch.int64, device=device) + self.row) * columns
         column = torch.arange(width, dtype=torch.int64, device=device) + self.column
         outer, inner = (column, row) if column_major else (row, column)
@@ -127,6 +122,16 @@ class Noise:
             _mix(part, spare[: len(part)], dropped=8)
         return draws.t() if column_major else draws
 
+    def columns_of(self, width: int) -> int | Tensor:
+        """Columns of the whole operand, of which a tensor has so many."""
+        columns = self.columns if self.columns is not None else self.column + width
+        if isinstance(columns, int) and columns < width:
+            raise ValueError(
+                f"columns: got {columns}; the tensor alone has {width}; pass the whole operand's "
+                "number of columns"
+            )
+        return columns
+
     def at(self, start: int, axis: int, width: int) -> Noise:
         """That of a part of a tensor of so many columns, from a row (axis 0) or column on."""
         if axis == 0:
@@ -134,7 +139,7 @@ class Noise:
         columns = self.columns if self.columns is not None else self.column + width
         return replace(self, column=self.column + start, columns=columns)
 
-    def _keys(self, device: torch.device | str | None) -> tuple[Any, Any]:
+    def keys(self, device: torch.device | str | None) -> tuple[Any, Any]:
         """The two halves of the key; numbers where the step can be read without waiting."""
         step = self.step
         if isinstance(step, Tensor):

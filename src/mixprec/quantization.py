@@ -13,6 +13,7 @@ import math
 import torch
 from torch import Tensor
 
+from mixprec import loops
 from mixprec.codes import code_dtype, codes_of, float8_dtype, round_to_codes
 from mixprec.formats import FloatFormat
 from mixprec.hadamard import hadamard
@@ -211,6 +212,15 @@ def _scaled_codes(
 
     With ``decoded`` their values.
     """
+    if can_be_decoded(spec) and loops.serves(x):
+        return loops.rounded(
+            x,
+            encode,
+            spec.block,
+            spec.format,
+            noise if spec.is_stochastic else None,
+            decoded=decoded,
+        )
     is_narrow = _is_narrow(spec)
     # such a format has no code for NaN; the block's scale is NaN
     is_compiled = torch.compiler.is_compiling()

