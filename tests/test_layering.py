@@ -63,6 +63,7 @@ LAYERS = [
     "layer_errors",
     "mixprec",  # the package's own __init__, which re-exports the public names
     "cli",
+    "__main__",
 ]
 
 # What importlib is given, also as the constant part of an f-string.

@@ -36,10 +36,11 @@ from mixprec.recipes import DYNAMIC, PRODUCTS, RECIPES, Recipe, get_recipe
 from mixprec.rounding import SOURCE_FORMATS
 from mixprec.train import checkpoint
 from mixprec.train.config import Config
+from mixprec.train.distributed import pick_device
 from mixprec.train.log import ProgressLines
 from mixprec.train.recipe_choice import resolve_recipe
 from mixprec.train.splits import stream_seed
-from mixprec.train.trainer import Trainer, pick_device
+from mixprec.train.trainer import Trainer
 from mixprec.what_if import first_use, what_if
 
 LOSS_SCALE = 2.0**16

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mixprec.train import feed, run
 from mixprec.train.config import Config, ConfigError, load
+from mixprec.train.distributed import Ranks
 from mixprec.train.feed import Feed, dataset_of, in_order, num_workers
 from mixprec.train.loop import Preempted
 from mixprec.train.random_images import random_images
@@ -25,6 +26,7 @@ from mixprec.train.splits import epoch_order, stream_seed
 from mixprec.train.trainer import Trainer
 
 CPU = torch.device("cpu")
+ALONE = Ranks(device=CPU)
 IMAGES = ["model=vit", "data.options.items=22", "data.options.evaluation_items=5"]
 SMALL = [f"model_options.{k}={v}" for k, v in dict(size=8, patch=4, width=12, depth=1).items()]
 STEPS = ["data.batch_size=4", "data.eval_batch_size=2", "train.accumulate=2", "train.steps=7"]
@@ -95,7 +97,7 @@ def test_an_index_past_the_end_is_refused() -> None:
 def test_batches_are_the_items_of_the_epochs_order(workers: int) -> None:
     config = images(workers)
     data = dataset_of(config)
-    source = Feed(data, config, CPU)
+    source = Feed(data, config, ALONE)
     assert source.steps_per_epoch == 3
     for step in range(7):
         epoch, place = divmod(step, 3)
@@ -112,9 +114,9 @@ def test_batches_are_the_items_of_the_epochs_order(workers: int) -> None:
 @pytest.mark.parametrize("workers", WORKERS)
 def test_a_step_out_of_turn_is_the_same_step(workers: int) -> None:
     config = images(workers)
-    straight = Feed(dataset_of(config), config, CPU)
+    straight = Feed(dataset_of(config), config, ALONE)
     expected = [straight.batches(step, 7) for step in range(7)]
-    other = Feed(dataset_of(config), config, CPU)
+    other = Feed(dataset_of(config), config, ALONE)
     for step in (5, 0, 0, 1, 2, 6, 3, 4, 5, 6):
         assert same(other.batches(step, 7), expected[step]), step
 
@@ -122,7 +124,7 @@ def test_a_step_out_of_turn_is_the_same_step(workers: int) -> None:
 def test_what_one_trainer_does_to_a_batch_does_not_reach_another() -> None:
     config = images(0)
     data = dataset_of(config)
-    first, second = Feed(data, config, CPU), Feed(data, config, CPU)
+    first, second = Feed(data, config, ALONE), Feed(data, config, ALONE)
     kept = [(inputs.clone(), targets.clone()) for inputs, targets in first.batches(0, 7)]
     first.batches(0, 7)[0][0].zero_()
     assert same(second.batches(0, 7), kept)
@@ -136,19 +138,19 @@ def test_trainers_of_the_same_batches_make_them_once(monkeypatch: pytest.MonkeyP
     )
     config = images(0)
     data = dataset_of(config)
-    feeds = [Feed(data, config, CPU) for _ in range(3)]
+    feeds = [Feed(data, config, ALONE) for _ in range(3)]
     for step in range(2):
         for one in feeds:
             one.batches(step, 7)
     assert len(made) == 4
     other = images(0, "train.seed=2")
-    Feed(data, other, CPU).batches(1, 7)
+    Feed(data, other, ALONE).batches(1, 7)
     assert len(made) == 6
 
 
 def test_workers_leave_the_global_generator_alone() -> None:
     config = images(2)
-    source = Feed(dataset_of(config), config, CPU)
+    source = Feed(dataset_of(config), config, ALONE)
     torch.manual_seed(5)
     for step in range(4):
         source.batches(step, 7)
@@ -190,8 +192,8 @@ def test_too_little_shared_memory_is_said_before_the_bus_error(
     with pytest.raises(
         ValueError, match=r"data.workers: got 2; .* of 32 take 96 MiB of .* 64 free"
     ):
-        Feed(data, load_with(config, workers=2), CPU)
-    Feed(data, load_with(config, workers=1), CPU)
+        Feed(data, load_with(config, workers=2), ALONE)
+    Feed(data, load_with(config, workers=1), ALONE)
 
 
 def load_with(config: Config, workers: int) -> Config:

@@ -16,13 +16,11 @@ from torch import Tensor, nn
 from mixprec.train import checkpoint
 from mixprec.train.checkpoint import isolated_generators
 from mixprec.train.config import Config, ConfigError
+from mixprec.train.distributed import pick_device
 from mixprec.train.faults import NonFiniteError, first_fault
 from mixprec.train.feed import dataset_of
 from mixprec.train.models import MnistCNN
-from mixprec.train.trainer import (
-    Trainer,
-    pick_device,
-)
+from mixprec.train.trainer import Trainer
 
 RECIPES = {
     name: [f"recipe={name}"]

@@ -50,11 +50,18 @@ def cast_parameters(model: nn.Module, recipe: Recipe) -> None:
                 parameter.data = parameter.data.to(dtype)
 
 
-def with_update(optimizer: Optimizer, recipe: Recipe, seed: int = 0) -> Optimizer:
-    """The optimizer, wrapped where the recipe holds parameters in 16 bits."""
+def with_update(
+    optimizer: Optimizer, recipe: Recipe, seed: int = 0, *, float32_gradients: bool = True
+) -> Optimizer:
+    """The optimizer, wrapped where the recipe holds parameters in 16 bits.
+
+    float32_gradients: As `MixedPrecision` takes it.
+    """
     if recipe.parameters not in NARROW:
         return optimizer
-    return MixedPrecision(optimizer, update=recipe.update, seed=seed)
+    return MixedPrecision(
+        optimizer, update=recipe.update, seed=seed, float32_gradients=float32_gradients
+    )
 
 
 def scaler_for(recipe: Recipe, *, checks: bool = False, **options: Any) -> GradScaler:

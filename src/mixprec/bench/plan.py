@@ -15,7 +15,7 @@ from mixprec.bench.presets import AUTO, MODES, Preset, Workload, get_preset, wor
 from mixprec.gemm.api import check_impl
 from mixprec.memory import GIB
 from mixprec.recipes import NARROW, Recipe, get_recipe, with_base
-from mixprec.train.trainer import pick_device
+from mixprec.train.distributed import pick_device
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
 LEAST_WARMUP = 2

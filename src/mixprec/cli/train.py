@@ -58,6 +58,7 @@ def train(
     from rich.console import Console
 
     from mixprec.train.config import load
+    from mixprec.train.distributed import is_first_process
     from mixprec.train.faults import EXIT_CODES, NonFiniteError
     from mixprec.train.loop import Preempted, run
 
@@ -84,6 +85,8 @@ def train(
         typer.echo(f"mixprec: {error}", err=True)
         outcome = "preempted" if isinstance(error, Preempted) else "nonfinite"
         raise typer.Exit(EXIT_CODES[outcome]) from error
+    if not is_first_process():
+        return
     if as_json:
         print_json(result)
     elif not resolved.train.dry_run:

@@ -20,7 +20,8 @@ from mixprec.policy import POLICIES
 from mixprec.recipes import PRODUCTS, RECIPES, Recipe, get_recipe
 from mixprec.train import checkpoint
 from mixprec.train.config import Config
-from mixprec.train.trainer import Trainer, pick_device
+from mixprec.train.distributed import pick_device
+from mixprec.train.trainer import Trainer
 
 
 def explain(

@@ -66,7 +66,7 @@ class MixedPrecision(Optimizer):
         seed: Of the noise of stochastic updates, 0 to 2^64 - 1. The global generator is not used.
         float32_gradients: ``p.grad`` of a narrow parameter is float32, so that micro-batches are
             summed, unscaled and clipped there. False leaves it in the parameter's type, as
-            DistributedDataParallel and FSDP2 need it; it is converted when the step begins.
+            DistributedDataParallel and FSDP2 need it, until ``widen_gradients`` or the step.
 
     Attributes:
         inner: The wrapped optimizer.
@@ -169,6 +169,18 @@ class MixedPrecision(Optimizer):
         """As torch's."""
         super().zero_grad(set_to_none)
         self.refresh()
+        if not self.float32_gradients:
+            for parameter in self._kept:
+                _set_gradient_type(parameter, parameter.dtype)
+
+    def widen_gradients(self) -> None:
+        """Make the gradients that are there float32, to be unscaled and clipped there.
+
+        For ``float32_gradients=False``, after the last backward pass before a step; ``zero_grad``
+        ends it.
+        """
+        for parameter in self._kept:
+            _set_gradient_type(parameter, torch.float32)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; the group's parameters may be narrow."""

@@ -77,11 +77,12 @@ class RunAlarms:
         )
 
     def failed(self, error: NonFiniteError) -> list[Alarm]:
-        """What ended the run: the step is taken again, and every result looked at."""
+        """What ended the run: the step of one process is taken again, every result looked at."""
         trainer, found = self._trainer, []
         if trainer.loss_scale is not None:
             found = self._watch.observe(error.step, loss_scale=trainer.loss_scale)
-        fault = replay(trainer, error.step)
+        # it ends at the first fault that it finds, where other ranks may have found none
+        fault = replay(trainer, error.step) if trainer.ranks.size == 1 else None
         return found + self._watch.new([None if fault is None else nonfinite(fault)])
 
     def _of_region(self) -> list[Alarm]:

@@ -52,6 +52,7 @@ _MAY_CHANGE = {
     "data.eval_batch_size",
     "checkpoint.every",
     "checkpoint.keep",
+    "distributed.strategy",
 }
 
 

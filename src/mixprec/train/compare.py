@@ -25,6 +25,7 @@ from mixprec.recipes import Recipe
 from mixprec.train import checkpoint
 from mixprec.train.compared import chosen_recipes, configuration, level_notes
 from mixprec.train.config_fields import Config, InspectConfig
+from mixprec.train.distributed import pick_device
 from mixprec.train.faults import NonFiniteError
 from mixprec.train.feed import dataset_of
 from mixprec.train.log import (
@@ -38,7 +39,7 @@ from mixprec.train.log import (
 from mixprec.train.recipe_choice import RecipeTable
 from mixprec.train.records import StepRecord
 from mixprec.train.splits import Dataset
-from mixprec.train.trainer import Trainer, pick_device
+from mixprec.train.trainer import Trainer
 
 EMULATED_NOTE = "emulated: timing is not hardware speed"
 FP8_IMPL = "scaled_mm"

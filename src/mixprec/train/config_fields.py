@@ -175,6 +175,15 @@ class CheckpointConfig(_Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DistributedConfig(_Section):
+    """strategy: how several ranks hold the model: `ddp`, whole on each; None is that where torchrun
+    started several, else `none`.
+    """
+
+    strategy: Literal["none", "ddp"] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class InspectConfig(_Section):
     """every: optimizer steps from one whose statistics are recorded to the next, as `mixprec.watch`
     takes it, None for no such step; tensorboard: record them as TensorBoard's events too.
@@ -204,4 +213,5 @@ class Config(_Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    distributed: DistributedConfig = DistributedConfig()
     inspect: InspectConfig = InspectConfig()

@@ -171,7 +171,7 @@ def first_fault(
     """Name the first tensor of a forward pass that is not finite: input, parameter or output.
 
     Runs the model once more, as `forward` does; modules are taken in the order in which they
-    finish.
+    finish. Where several ranks train the model, all of them call this.
     """
     found: list[str] = [] if inputs.isfinite().all() else ["the input batch"]
 

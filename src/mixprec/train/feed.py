@@ -13,6 +13,7 @@ from torch.utils import data as torch_data
 
 from mixprec.train.config import Config
 from mixprec.train.data import open_dataset
+from mixprec.train.distributed import Ranks
 from mixprec.train.models import model_arguments
 from mixprec.train.splits import Batch, Dataset, Items, Rows, epoch_order
 
@@ -35,27 +36,31 @@ class Feed:
 
     Rows in memory are moved to the device once and indexed there. `Items` are made by worker
     processes as long as steps follow one another (the first step, and one out of turn, in this
-    process), and copied from pinned memory where the device is a GPU.
+    process), and copied from pinned memory where the device is a GPU. Of each batch a rank has its
+    slice, which may be empty.
 
     Args:
         dataset: Its training rows are fed; feeds of it with equal batches share their workers.
         config: Seed, batch size, batches a step, and workers.
+        ranks: Whose slices, on whose device.
 
     Raises: ValueError: The batches of so many workers do not fit into shared memory.
     """
 
-    def __init__(self, dataset: Dataset, config: Config, device: torch.device) -> None:
-        train = dataset.train
+    def __init__(self, dataset: Dataset, config: Config, ranks: Ranks) -> None:
+        train, device = dataset.train, ranks.device
         self._order = _Order(
-            len(train), config.train.seed, config.data.batch_size, config.train.accumulate
+            len(train), config.train.seed, config.data.batch_size, config.train.accumulate, ranks
         )
         self._device = device
         self._rows: Rows | None = None
         self._loader: _Loader | None = None
         if isinstance(train, Items):
-            workers = num_workers(config)
-            _require_shared_memory(train, config.data.batch_size, workers)
-            key = (config.train.seed, self._order.size, self._order.span, workers, device.type)
+            workers = num_workers(config, ranks)
+            size = math.ceil(config.data.batch_size / ranks.size)
+            _require_shared_memory(train, size, workers)
+            order = self._order
+            key = (config.train.seed, order.size, order.span, workers, device.type, ranks)
             loader = _Loader(train, self._order, workers, pin=device.type == "cuda")
             self._loader = dataset.loaders.setdefault(key, loader)
         else:
@@ -66,14 +71,18 @@ class Feed:
         """Optimizer steps an epoch; the last one may have fewer rows."""
         return self._order.steps_per_epoch
 
+    def num_rows(self, step: int) -> int:
+        """Rows of a step on all ranks."""
+        return len(self._order.rows(step))
+
     def batches(self, step: int, total: int) -> list[Batch]:
         """The (inputs, targets), on the device, of optimizer step `step` of `total`, from 0.
 
         After the last one the workers have nothing more to make.
         """
         if self._rows is not None:
-            rows = self._order.rows(step).to(self._device)
-            return [self._rows.batch(part) for part in rows.split(self._order.size)]
+            parts = self._order.parts(step)
+            return [self._rows.batch(part.to(self._device)) for part in parts]
         assert self._loader is not None
         made = self._loader.step(step, total)
         # a copy even on a CPU: trainers that share a loader may change what they get
@@ -97,9 +106,10 @@ class Feed:
 
 
 class _Order:
-    """Which rows each step has, and each batch of it."""
+    """Which rows each step has, and which of each of its batches are a rank's."""
 
-    def __init__(self, num_rows: int, seed: int, size: int, accumulate: int) -> None:
+    def __init__(self, num_rows: int, seed: int, size: int, accumulate: int, ranks: Ranks) -> None:
+        self._ranks = ranks
         self.size = size
         self.span = size * accumulate
         self.steps_per_epoch = math.ceil(num_rows / self.span)
@@ -113,8 +123,8 @@ class _Order:
             self._epoch = (epoch, epoch_order(self._num_rows, self._seed, epoch))
         return self._epoch[1][place * self.span : (place + 1) * self.span]
 
-    def parts(self, step: int) -> list[list[int]]:
-        return [part.tolist() for part in self.rows(step).split(self.size)]
+    def parts(self, step: int) -> list[Tensor]:
+        return [self._ranks.part(batch) for batch in self.rows(step).split(self.size)]
 
 
 class _Loader:
@@ -136,13 +146,17 @@ class _Loader:
             self._ahead = None
         elif self._ahead is None and self._workers:
             order = self._order
-            rest = (part for later in range(step, total) for part in order.parts(later))
+            later = (part for number in range(step, total) for part in order.parts(number))
+            # of an empty batch the shapes are asked of the first item
+            rest = (part.tolist() or [0] for part in later)
             self._ahead = iter(_loader(self._items, rest, self._workers, pin=self._pin))
         ahead = self._ahead
-        made = [
-            _collated(self._items, part) if ahead is None else next(ahead)
-            for part in self._order.parts(step)
-        ]
+        made = []
+        for part in self._order.parts(step):
+            index = part.tolist() or [0]
+            batch = _collated(self._items, index) if ahead is None else next(ahead)
+            inputs, targets = (side[: len(part)] for side in batch)
+            made.append((inputs, targets))
         self._last = (step, made)
         if step + 1 >= total:
             self.close()
@@ -155,10 +169,20 @@ class _Loader:
 
 
 def in_order(
-    rows: Rows | Items, count: int, size: int, device: torch.device, workers: int
+    rows: Rows | Items,
+    count: int,
+    size: int,
+    device: torch.device,
+    workers: int,
+    places: Iterable[int] | None = None,
 ) -> Iterator[Batch]:
-    """The first `count` rows in their order, `size` at once; those in memory where they are."""
-    starts = range(0, count, size)
+    """The first `count` rows in their order, `size` at once; those in memory where they are.
+
+    places: Which of the batches, from 0; all of them by default.
+    """
+    starts: Iterable[int] = range(0, count, size)
+    if places is not None:
+        starts = [size * place for place in places]
     if not isinstance(rows, Items):
         yield from (rows.batch(slice(start, min(start + size, count))) for start in starts)
         return
@@ -171,13 +195,14 @@ def in_order(
         yield inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
 
 
-def num_workers(config: Config) -> int:
-    """Worker processes of a run's data: those of the configuration, else one a core."""
+def num_workers(config: Config, ranks: Ranks | None = None) -> int:
+    """Worker processes of a rank's data: those of the configuration, else one a core of its own."""
     if config.data.workers is not None:
         return config.data.workers
+    cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        cores = len(os.sched_getaffinity(0))
+    return cores if ranks is None else max(1, cores // ranks.on_machine)
 
 
 def _loader(

@@ -17,6 +17,7 @@ from mixprec.nn import Report
 from mixprec.train import checkpoint
 from mixprec.train.alarms import RunAlarms
 from mixprec.train.config import Config, load, recipe_line, to_toml
+from mixprec.train.distributed import started
 from mixprec.train.events import Events
 from mixprec.train.faults import EXIT_CODES, NonFiniteError
 from mixprec.train.log import (
@@ -28,7 +29,7 @@ from mixprec.train.log import (
     write_json,
 )
 from mixprec.train.recipe_choice import recipe_label
-from mixprec.train.trainer import Trainer, pick_device
+from mixprec.train.trainer import Trainer
 
 _CHECKPOINTS = "checkpoints"
 _CONFIG = "config.toml"
@@ -82,29 +83,27 @@ def run(
     if not isinstance(config, Config):
         config = load(config)
     folder = None if out is None or config.train.dry_run else named_folder(out)
-    _check_folder(folder, resume)
-    device = pick_device(config.train.device)
-    with checkpoint.isolated_generators(device):
-        trainer = Trainer(config)
-        events = Events(folder and folder / _EVENTS, is_asked=config.inspect.tensorboard)
+    with (
+        started(config.distributed.strategy, config.train.device) as ranks,
+        checkpoint.isolated_generators(ranks.device),
+    ):
+        ranks.at_first(lambda: _check_folder(folder, resume))
+        trainer = Trainer(config, ranks=ranks)
+        # what the other ranks would write and show is the same, or of their own rows
+        own = folder if ranks.is_first else None
+        shown = console if ranks.is_first else Console(quiet=True)
+        events = Events(own and own / _EVENTS, is_asked=config.inspect.tensorboard)
         alarms = RunAlarms(trainer)
         with (
             closing(trainer),
             closing(events),
             closing(alarms),
-            ProgressLines(trainer.total, console) as lines,
+            ProgressLines(trainer.total, shown) as lines,
         ):
             _resume(trainer, folder, resume, lines)
-            if folder is not None:
-                create_folder(folder)
-            # Before the configuration: without metrics, a config.toml is known to be the user's.
-            metrics = Metrics(folder and folder / _METRICS, resumed_at=trainer.done)
-            if folder is not None:
-                (folder / _RESULT).unlink(missing_ok=True)
-                (folder / _CONFIG).write_text(to_toml(config), encoding="utf-8")
-                write_json(folder / "environment.json", environment(device))
-            lines.line(f"{config.model}, {recipe_line(config)}, {device}")
-            (show or lines.show)(trainer.report)
+            metrics = _begin(trainer, folder)
+            lines.line(f"{config.model}, {recipe_line(config)}, {ranks}")
+            (show if show and ranks.is_first else lines.show)(trainer.report)
             if config.inspect.every and trainer.watcher is None:
                 lines.line("inspect.every: no layer is converted, so that there are no statistics")
             return _Run(
@@ -154,7 +153,7 @@ class _Run:
         try:
             step_ms.append(self._step())
             is_due = self._is_due()
-            is_asked = stop() and self.trainer.done < self.trainer.total
+            is_asked = self.trainer.ranks.any(stop()) and self.trainer.done < self.trainer.total
             saved = self._save(is_way_back=is_due) if is_asked or is_due else None
         except NonFiniteError as error:
             self._failed(error)
@@ -164,7 +163,8 @@ class _Run:
 
     def _have_a_way_back(self) -> None:
         if self.folder is not None and self.trainer.faults.goes_back:
-            if not checkpoint.listed(self.folder / _CHECKPOINTS):
+            folder = self.folder / _CHECKPOINTS
+            if not self.trainer.ranks.at_first(lambda: checkpoint.listed(folder)):
                 self._save()
 
     def _back(self, error: NonFiniteError) -> Path | None:
@@ -172,7 +172,9 @@ class _Run:
         state = None
         if self.trainer.faults.goes_back and self.folder is not None:
             folder, limit = self.folder / _CHECKPOINTS, self.trainer.faults.way_back
-            state = checkpoint.newest(folder, self.lines.line, at_most=limit)
+            state = self.trainer.ranks.at_first(
+                lambda: checkpoint.newest(folder, self.lines.line, at_most=limit)
+            )
         if state is None:
             raise error
         self.trainer.roll_back(state, error)
@@ -239,15 +241,13 @@ class _Run:
         if is_way_back:
             trainer.faults.way_back = trainer.done
         # A dry run is whole only if the state can be saved, so it is collected there too.
-        state = trainer.state()
+        state, keep = trainer.state(), trainer.config.checkpoint.keep
         if self.folder is None:
             return None
-        return checkpoint.save(
-            self.folder / _CHECKPOINTS,
-            trainer.done,
-            state,
-            keep=trainer.config.checkpoint.keep,
-            spare=trainer.faults.way_back if trainer.faults.goes_back else None,
+        folder = self.folder / _CHECKPOINTS
+        spare = trainer.faults.way_back if trainer.faults.goes_back else None
+        return trainer.ranks.at_first(
+            lambda: checkpoint.save(folder, trainer.done, state, keep=keep, spare=spare)
         )
 
     def _result(self, step_ms: list[float], seconds: float) -> dict[str, Any]:
@@ -264,6 +264,8 @@ class _Run:
             "base": trainer.recipe.base,
             "impl": trainer.impl,
             "device": str(trainer.device),
+            "ranks": trainer.ranks.size,
+            "strategy": trainer.ranks.strategy,
             "seed": config.train.seed,
             "steps": trainer.done,
             "skipped": trainer.skipped,
@@ -282,9 +284,24 @@ class _Run:
 
     def _write_result(self, outcome: str, result: dict[str, Any]) -> dict[str, Any]:
         result = {"outcome": outcome, "exit_code": EXIT_CODES[outcome], **result}
-        if self.folder is not None:
+        if self.folder is not None and self.trainer.ranks.is_first:
             write_json(self.folder / _RESULT, result)
         return result
+
+
+def _begin(trainer: Trainer, folder: Path | None) -> Metrics:
+    """The run's folder with its configuration; the records of its steps."""
+    if folder is None:
+        return Metrics(None)
+    trainer.ranks.at_first(lambda: str(create_folder(folder)))
+    if not trainer.ranks.is_first:
+        return Metrics(None)
+    # Before the configuration: without metrics, a config.toml is known to be the user's.
+    metrics = Metrics(folder / _METRICS, resumed_at=trainer.done)
+    (folder / _RESULT).unlink(missing_ok=True)
+    (folder / _CONFIG).write_text(to_toml(trainer.config), encoding="utf-8")
+    write_json(folder / "environment.json", environment(trainer.device))
+    return metrics
 
 
 def _check_folder(folder: Path | None, resume: str | Path | None) -> None:
@@ -314,11 +331,12 @@ def _resume(
 ) -> None:
     if resume is None:
         return
+    ranks = trainer.ranks
     if resume != "auto":
-        state = checkpoint.load(Path(resume))
+        state = ranks.at_first(lambda: checkpoint.load(Path(resume)))
     else:
         assert folder is not None  # _check_folder
-        found = checkpoint.newest(folder / _CHECKPOINTS, lines.line)
+        found = ranks.at_first(lambda: checkpoint.newest(folder / _CHECKPOINTS, lines.line))
         if found is None:
             lines.line(f"no whole checkpoint in {folder}: starting from the beginning")
             return

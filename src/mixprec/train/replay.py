@@ -90,7 +90,7 @@ def _rewind_noise(trainer: Trainer, batches: list[Batch]) -> None:
 def _evaluation(trainer: Trainer) -> NonFinite | None:
     trainer.model.eval()
     try:
-        for inputs, targets in trainer.evaluation_batches():
+        for (inputs, targets), _ in trainer.evaluation_batches():
             with torch.no_grad():
                 fault = first_nonfinite(
                     trainer.model,

@@ -10,6 +10,7 @@ import math
 import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,37 +23,19 @@ from mixprec.amp.inputs import cast_inputs
 from mixprec.amp.setup import cast_parameters, region, scaler_for, with_update
 from mixprec.inspection.statistics import StepStatistics
 from mixprec.inspection.watch import Watcher
+from mixprec.optim import MixedPrecision
 from mixprec.policy import Operation
 from mixprec.recipes import DYNAMIC
-from mixprec.train import checkpoint, optimizers
+from mixprec.train import checkpoint, optimizers, parallel
+from mixprec.train.clipping import clip
 from mixprec.train.config import Config, to_dict
+from mixprec.train.distributed import Ranks, pick_device
 from mixprec.train.faults import FaultPolicy, NonFiniteError, first_fault
 from mixprec.train.feed import Feed, dataset_of, in_order, num_workers
 from mixprec.train.models import build_model
 from mixprec.train.recipe_choice import by_layer, step_recipe
 from mixprec.train.records import Evaluation, StepRecord
-from mixprec.train.splits import Batch, Dataset, Items, stream_seed
-
-
-def pick_device(name: str) -> torch.device:
-    """The device of a name; `auto` is CUDA where there is one, else the CPU.
-
-    Raises: ValueError: This machine has no such device.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(name)
-    available = {
-        "cpu": 1,
-        "cuda": torch.cuda.device_count(),
-        "mps": int(torch.backends.mps.is_available()),
-    }[device.type]
-    if (device.index or 0) >= available:
-        raise ValueError(
-            f"train.device: got {name!r}; this machine, with torch {torch.__version__}, has "
-            f"{available} {device.type} devices; use auto or cpu"
-        )
-    return device
+from mixprec.train.splits import Batch, Dataset, Items
 
 
 class Trainer:
@@ -61,6 +44,7 @@ class Trainer:
     Args:
         config: What to train and how.
         dataset: The data, where it is already loaded; else the configuration's.
+        ranks: The ranks that train it; by default this process alone.
 
     Attributes:
         model: The converted model; `report` says what the conversion did.
@@ -75,21 +59,30 @@ class Trainer:
         record_operation: Called with each operation in a region of 16 bits; None for nobody.
     """
 
-    def __init__(self, config: Config, dataset: Dataset | None = None) -> None:
+    def __init__(
+        self, config: Config, dataset: Dataset | None = None, ranks: Ranks | None = None
+    ) -> None:
         self.config = config
         self.recipe = step_recipe(config.recipe, config.base)
-        self.device = pick_device(config.train.device)
+        self.ranks = ranks or Ranks(device=pick_device(config.train.device))
+        self.device = self.ranks.device
         data = dataset or dataset_of(config)
-        self._feed = Feed(data, config, self.device)
+        self._feed = Feed(data, config, self.ranks)
         rows = data.evaluation
         self.evaluation_rows = rows if isinstance(rows, Items) else rows.to(self.device)
         torch.manual_seed(config.train.seed)
         model, self.criterion = build_model(config.model, config.model_options)
         self.model = model.to(self.device)
         self.report = converted(self.model, config)
+        parallel.spread(self.model, self.ranks)
         optimizers.rehearse(config.optimizer, self.device)
         optimizer = optimizers.make(config.optimizer, self.model.named_parameters())
-        self.optimizer = with_update(optimizer, self.recipe, config.train.seed)
+        self.optimizer = with_update(
+            optimizer,
+            self.recipe,
+            config.train.seed,
+            float32_gradients=not parallel.reduces(self.ranks),
+        )
         # after the wrapper, whose masters keep what this rounds away
         cast_parameters(self.model, self.recipe)
         self.faults = FaultPolicy(config.train.on_nonfinite, config.train.nonfinite_limit)
@@ -100,7 +93,9 @@ class Trainer:
             self.optimizer, step_size=1, gamma=config.optimizer.gamma
         )
         layers.attach(self.model, self.optimizer)
-        self._forward = self._compiled(config.train.compile)
+        self._forward = self._compiled(
+            parallel.replicated(self.model, self.ranks), config.train.compile
+        )
         self.done = 0
         self.loss = math.nan
         every = config.inspect.every if self.report.converted else None
@@ -127,7 +122,10 @@ class Trainer:
         return ", ".join(sorted({row.impl for row in self.report.converted})) or "native"
 
     def batches(self, step: int) -> list[Batch]:
-        """The (inputs, targets) whose gradients optimizer step `step` (from 0) adds up."""
+        """The (inputs, targets) whose gradients optimizer step `step` (from 0) adds up.
+
+        Of several ranks each has its slices of them, which may be empty.
+        """
         return self._feed.batches(step, self.total)
 
     @property
@@ -139,10 +137,10 @@ class Trainer:
         """End the worker processes of the data; a later step starts them again."""
         self._feed.close()
 
-    def _compiled(self, mode: bool | str) -> Callable[[Tensor], Tensor]:
+    def _compiled(self, model: nn.Module, mode: bool | str) -> Callable[[Tensor], Tensor]:
         if mode is False:
-            return self.model
-        return torch.compile(self.model, mode=None if mode is True else str(mode))
+            return model
+        return torch.compile(model, mode=None if mode is True else str(mode))
 
     @property
     def skipped(self) -> int:
@@ -160,7 +158,9 @@ class Trainer:
     def _output_and_loss(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         with region(self.recipe, self.record_operation):
             output = self._forward(self._cast(inputs))
-            return output, self.criterion(output, targets)
+            # the mean over no rows is NaN; this is 0, with gradients of 0
+            loss = self.criterion(output, targets) if len(targets) else output.sum()
+            return output, loss
 
     def _run(self, inputs: Tensor) -> object:
         with region(self.recipe):
@@ -189,7 +189,7 @@ class Trainer:
             self.done + 1,
             self.scaler,
             is_dynamic=self.recipe.loss_scale == DYNAMIC,
-            named=lambda: first_fault(self.model, inputs, self._run),
+            named=lambda: self._named_fault(inputs),
         )
         self.done += 1
         self.loss = loss
@@ -206,30 +206,46 @@ class Trainer:
             skipped=self.skipped,
         )
 
-    def evaluation_batches(self) -> Iterator[Batch]:
-        """The evaluation rows in their order; in a dry run one batch of them."""
+    def evaluation_batches(self) -> Iterator[tuple[Batch, bool]]:
+        """The evaluation rows in their order, this rank's batches of them; in a dry run one.
+
+        With each batch whether it counts: one that another rank counts is there so that all ranks
+        make as many forward passes.
+        """
         data, size = self.evaluation_rows, self.config.data.eval_batch_size
         rows = min(size, len(data)) if self.config.train.dry_run else len(data)
-        return in_order(data, rows, size, self.device, num_workers(self.config))
+        turns = self.ranks.turns(math.ceil(rows / size))
+        workers = num_workers(self.config, self.ranks)
+        places = [place for place, _ in turns]
+        batches = in_order(data, rows, size, self.device, workers, places)
+        return zip(batches, (counts for _, counts in turns), strict=True)
 
     def evaluate(self) -> Evaluation:
         """Loss and accuracy on the evaluation rows (a dry run: on one batch of them).
 
         Raises: NonFiniteError: The loss of a batch is not finite.
         """
-        loss, rows, right, asked = 0.0, 0, 0, 0
+        loss, rows, right, asked = 0.0, 0.0, 0.0, 0.0
+        fault = None
         self.model.eval()
         try:
-            for inputs, targets in self.evaluation_batches():
+            for (inputs, targets), counts in self.evaluation_batches():
                 with torch.no_grad():
                     output, batch_loss = self._output_and_loss(inputs, targets)
-                    mean = batch_loss.item()
-                self._require_finite(mean, self.done, "the evaluation loss", inputs)
-                loss += mean * len(targets)
+                if not counts:
+                    continue
+                loss += batch_loss.item() * len(targets)
                 rows += len(targets)
+                if not math.isfinite(loss) and fault is None:
+                    fault = inputs
                 if output.shape[:-1] == targets.shape and not targets.is_floating_point():
                     right += int((output.argmax(dim=-1) == targets).sum())
                     asked += targets.numel()
+            loss, rows, right, asked = self.ranks.sums(loss, rows, right, asked)
+            # the last batch stands for one on a rank that has none at fault
+            self._require_finite(
+                loss, self.done, "the evaluation loss", inputs if fault is None else fault
+            )
         finally:
             self.model.train()
         return Evaluation(loss=loss / rows, accuracy=right / asked if asked else None)
@@ -257,7 +273,8 @@ class Trainer:
 
     def save_model(self, path: Path) -> None:
         """The model's own state_dict, in a file for `torch.load(weights_only=True)`."""
-        torch.save({name: value.cpu() for name, value in self.model.state_dict().items()}, path)
+        whole = {name: parallel.whole(v).cpu() for name, v in self.model.state_dict().items()}
+        self.ranks.at_first(lambda: torch.save(whole, path))
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state` returned.
@@ -329,43 +346,40 @@ class Trainer:
         Returns: The loss; and the inputs of the first batch whose loss was not finite, or the last.
         """
         batches = self.batches(self.done)
-        rows = sum(len(targets) for _, targets in batches)
-        torch.manual_seed(stream_seed("step", self.config.train.seed, self.done))
+        rows = self._feed.num_rows(self.done)
+        torch.manual_seed(self.ranks.seed("step", self.config.train.seed, self.done))
         self.optimizer.zero_grad()
         total, suspect = 0.0, batches[0][0]
-        for inputs, targets in batches:
-            loss = self.loss_of(inputs, targets) * (len(targets) / rows)
-            suspect = inputs if math.isfinite(total) else suspect
-            total += loss.item()
-            self.scaler.scale(loss).backward()
+        for place, (inputs, targets) in enumerate(batches, start=1):
+            with self._reduced(at_once=place == len(batches)):
+                loss = self.loss_of(inputs, targets) * (len(targets) / rows)
+                suspect = inputs if math.isfinite(total) else suspect
+                total += loss.item()
+                self.scaler.scale(loss).backward()
+        if isinstance(self.optimizer, MixedPrecision):
+            self.optimizer.widen_gradients()
+        (total,) = self.ranks.sums(total)
         if not self.faults.skips:
             self._require_finite(total, self.done + 1, "the loss", suspect)
         return total, suspect
 
+    def _reduced(self, *, at_once: bool) -> AbstractContextManager[Any]:
+        """For one batch of a step, after the last of which gradients are summed over ranks."""
+        return nullcontext() if at_once else parallel.gradients_later(self._forward)
+
     def _require_finite(self, value: float, step: int, what: str, inputs: Tensor) -> None:
         if not math.isfinite(value):
-            fault = first_fault(self.model, inputs, self._run)
-            raise NonFiniteError(step, what, fault or "the loss itself")
+            raise NonFiniteError(step, what, self._named_fault(inputs) or "the loss itself")
+
+    def _named_fault(self, inputs: Tensor) -> str | None:
+        """The first tensor at fault of the lowest rank that has one; all ranks ask alike."""
+        return self.ranks.first_of(first_fault(self.model, inputs, self._run))
 
     def _clip(self, largest: float) -> float:
         """Scale the gradients so that their L2 norm, in float32 or wider, is at most `largest`."""
         if self.scaler.is_enabled():
             return self.scaler.clip_grad_norm_(self.optimizer, largest).item()
-        named = [(n, p.grad) for n, p in self.model.named_parameters() if p.grad is not None]
-        norms = [
-            torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32))
-            for _, grad in named
-        ]
-        norm = torch.linalg.vector_norm(torch.stack(norms)).item() if norms else 0.0
-        if not math.isfinite(norm):
-            bad = [
-                name for (name, _), part in zip(named, norms, strict=True) if not part.isfinite()
-            ]
-            fault = f"gradient {bad[0]}" if bad else "the sum over all gradients"
-            raise NonFiniteError(self.done + 1, "the gradient's norm", fault)
-        if norm > largest:
-            torch._foreach_mul_([grad for _, grad in named], largest / norm)
-        return norm
+        return clip(self.model.named_parameters(), largest, self.done + 1)
 
 
 def converted(model: nn.Module, config: Config) -> layers.Report:

@@ -1,0 +1,115 @@
+"""A model that several ranks train: replicated (DDP) or in shards (FSDP2), with gradients summed.
+
+Layers see whole weights, in the parameters' own type and values, and the rows of their rank;
+gradients are summed over ranks in float32 or wider and not averaged, since each rank's loss is
+divided by the rows of the whole step already.
+
+Sources: torch.nn.parallel.DistributedDataParallel; torch.distributed.fsdp.fully_shard (FSDP2).
+"""
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from mixprec.nn import distribute
+from mixprec.train.distributed import Ranks
+
+
+def reduces(ranks: Ranks) -> bool:
+    """Whether torch sums the gradients over ranks, for which they have the parameters' types."""
+    return ranks.strategy == "fsdp" or ranks.size > 1
+
+
+def spread(model: nn.Module, ranks: Ranks) -> None:
+    """Tell the layers that their rows are spread over the ranks; leave each its shards of `fsdp`.
+
+    Sharded parameters are DTensors afterwards, split along their first axis; a block of the model (a
+    child of its ModuleLists and Sequentials) is gathered for its forward and its backward pass and
+    let go again, the rest of the model as one.
+    """
+    if ranks.size > 1:
+        distribute(model)
+    if ranks.strategy != "fsdp":
+        return
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    # a rank that built another model than the first would train a mixture
+    ranks.take_from_first([*model.parameters(), *model.buffers()])
+    mesh = init_device_mesh(ranks.device.type, (ranks.size,))
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    wide = torch.float64 if dtypes == {torch.float64} else torch.float32
+    policy = MixedPrecisionPolicy(reduce_dtype=wide, cast_forward_inputs=False)
+    for module in (*blocks(model), model):
+        sharded = fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)
+
+
+def blocks(model: nn.Module) -> Iterator[nn.Module]:
+    """The parts that are gathered one at a time: children of its outermost lists of modules.
+
+    One that shares a parameter with another part is left to the whole.
+    """
+    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    for module in _outermost_lists(model):
+        for child in module.children():
+            own = Counter(id(p) for _, p in child.named_parameters(remove_duplicate=False))
+            if own and all(uses[key] == count for key, count in own.items()):
+                yield child
+
+
+def _outermost_lists(module: nn.Module) -> Iterator[nn.Module]:
+    if isinstance(module, nn.ModuleList | nn.Sequential):
+        yield module
+        return
+    for child in module.children():
+        yield from _outermost_lists(child)
+
+
+def replicated(model: nn.Module, ranks: Ranks) -> nn.Module:
+    """What to call for a forward pass: the model, in DistributedDataParallel with several ranks."""
+    if ranks.strategy != "ddp" or ranks.size == 1:
+        return model
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        return model
+    with warnings.catch_warnings():
+        # torch 2.13 has another name for it, which earlier ones do not know
+        warnings.filterwarnings("ignore", ".*broadcast_buffers", FutureWarning)
+        wrapped = DistributedDataParallel(
+            model,
+            broadcast_buffers=False,
+            # a branch that only some ranks take would leave the others waiting
+            find_unused_parameters=True,
+        )
+    wrapped.register_comm_hook(None, _sum)
+    return wrapped
+
+
+def _sum(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Sum a bucket of gradients over ranks, in float32 at least."""
+    own = bucket.buffer()
+    wide = own.to(torch.promote_types(own.dtype, torch.float32))
+    work = dist.all_reduce(wide, async_op=True)
+    done = work.get_future()
+    return done.then(lambda future: future.value()[0].to(own.dtype))
+
+
+def gradients_later(forward: Callable[..., Any]) -> Any:
+    """A context for all but the last batch of a step: gradients stay on their rank."""
+    if isinstance(forward, DistributedDataParallel):
+        return forward.no_sync()
+    return nullcontext()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor that ranks may hold in shards; each of them calls this."""
+    # by its method: importing DTensor's module takes longer than everything before it
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
