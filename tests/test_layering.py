@@ -43,6 +43,7 @@ LAYERS = [
     "what_if",
     "operation",
     "policy",
+    "gathered_weight",
     "linear_products",
     "autograd",
     "contraction",

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mixprec.gathered_weight import high_precision
 from mixprec.gemm.api import Operand, check_impl, prepare
 from mixprec.linear_products import (
     G_GRAD_INPUT,
@@ -302,7 +303,7 @@ def product(
     with recomputed_alike(), without_modes():
         out = _Linear.apply(x, weight, bias, plan)[0]
         for observer in state.observers:
-            observer(plan, x, weight, out)
+            observer(plan, x, high_precision(weight), out)
     _tell(given, weight, recipe, plan)
     return out if windows is not None else out.reshape(*leading, weight.shape[0])
 

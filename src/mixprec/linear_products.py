@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from mixprec.gathered_weight import GatheredWeight
 from mixprec.gemm.api import GemmSpec, Operand, decodes_at_once, multiply, rounded
 from mixprec.hadamard import padded_length
 from mixprec.noise import Noise
@@ -200,26 +201,33 @@ class Plan:
         self, x: Tensor, position: int, records: bool, *, is_kept: bool = False
     ) -> Operand:
         """The operand at a position, its amax recorded; in codes where it outlives its product."""
-        delayed = self.state.delayed[position]
         spec = self.specs[position]
         operand = quantize_operand(
             x.to(self.dtype) if spec is None else x,
             spec,
             position,
             self.noise,
-            delayed,
+            self.state.delayed[position],
             sharding=self.state.sharding,
             decoded=not is_kept and decodes_at_once(x, self.impl),
         )
-        if records and delayed is not None and isinstance(operand, QuantizedTensor):
-            assert operand.amax is not None
-            for old, new in zip(delayed, record_amax(delayed, operand.amax), strict=True):
-                if new is not old:
-                    old.copy_(new)
+        if records:
+            self._record(operand, position)
         return operand
+
+    def _record(self, operand: Operand, position: int) -> None:
+        delayed = self.state.delayed[position]
+        if delayed is None or not isinstance(operand, QuantizedTensor):
+            return
+        assert operand.amax is not None
+        for old, new in zip(delayed, record_amax(delayed, operand.amax), strict=True):
+            if new is not old:
+                old.copy_(new)
 
     def weight(self, w_NK: Tensor) -> Operand:
         """The weight of output."""
+        if isinstance(w_NK, GatheredWeight):
+            return self._gathered(w_NK, W_OUTPUT, self.state.records_forward)
         return self._held(
             W_OUTPUT,
             lambda is_kept: self.quantize(
@@ -229,9 +237,17 @@ class Plan:
 
     def weight_again(self, w_NK: Tensor, made: Tensors) -> Operand:
         """w.T for grad_input: the parameter is kept anyway, so codes are made anew."""
+        if isinstance(w_NK, GatheredWeight):
+            return self._gathered(w_NK, W_GRAD_INPUT, self.state.records_backward)
         return self._held(
             W_GRAD_INPUT, lambda is_kept: self._weight_again(w_NK, made, is_kept=is_kept)
         )
+
+    def _gathered(self, weight: GatheredWeight, position: int, records: bool) -> Operand:
+        operand = weight.source.operand(position)
+        if records:
+            self._record(operand, position)
+        return operand
 
     def _weight_again(self, w_NK: Tensor, made: Tensors, *, is_kept: bool) -> Operand:
         scale, encode, amax, tensor_amax = made

@@ -2,6 +2,8 @@
 
 from mixprec.nn.convert import convert, revert
 from mixprec.nn.distribution import distribute
+from mixprec.nn.gather_traffic import Traffic, count_gathers
+from mixprec.nn.gathering import GatherReport, gather_codes
 from mixprec.nn.kinds import KINDS
 from mixprec.nn.layer import QuantizedLayer
 from mixprec.nn.linear import QuantizedLinear
@@ -18,15 +20,19 @@ from mixprec.nn.state import (
 
 __all__ = [
     "KINDS",
+    "GatherReport",
     "QuantizedLayer",
     "QuantizedLinear",
     "Report",
     "ReportRow",
+    "Traffic",
     "attach",
     "attached_models",
     "convert",
+    "count_gathers",
     "distribute",
     "forget_amaxes",
+    "gather_codes",
     "keep_sensitive",
     "load_state_dict",
     "revert",

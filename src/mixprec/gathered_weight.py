@@ -1,0 +1,86 @@
+"""A weight that came over the network in codes: what FSDP2 hands to a layer in place of numbers.
+
+    w[N, K] ~= codes * scale
+
+It has a weight's shape and type, and no elements of its own: products ask for the operand that they
+need, and for anything else it says that there is nothing to compute with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from mixprec.quantization import QuantizedTensor
+
+_aten = torch.ops.aten
+# what nn.Parameter and FSDP2 make of a weight that they are given
+_SAME = {_aten.detach.default, _aten.as_strided.default, _aten.alias.default}
+# what FSDP2 makes for a weight that got no gradient
+_NEW = {_aten.zeros_like.default, _aten.ones_like.default, _aten.empty_like.default}
+
+
+class WeightSource(Protocol):
+    """Where a gathered weight's operands come from."""
+
+    def operand(self, position: int) -> QuantizedTensor:
+        """The weight as the operand at this position of ``Recipe.specs``."""
+
+    def high_precision(self) -> Tensor:
+        """The weight itself; all ranks have to ask."""
+
+
+class GatheredWeight(Tensor):
+    """A weight [N, K] of which only codes are here; made by ``mixprec.gather_codes``.
+
+    Attributes:
+        source: Gives its operands.
+
+    Raises:
+        TypeError: An operation other than a converted layer's products is made with it.
+    """
+
+    source: WeightSource
+
+    @staticmethod
+    def __new__(
+        cls, source: WeightSource, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> Self:
+        """A weight of this shape, type and place, contiguous."""
+        weight = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        weight.source = source
+        return weight  # type: ignore[no-any-return]
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Tensor:
+        """Itself under another name, or an empty tensor of its shape; no arithmetic."""
+        weight = args[0]
+        if func in _SAME:
+            return cls(weight.source, weight.shape, weight.dtype, weight.device)
+        if func in _NEW:
+            own = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+            return func(own, **(kwargs or {}))  # type: ignore[no-any-return]
+        raise TypeError(
+            f"weight: got {func}; of a weight gathered in codes there is nothing but its layer's "
+            "products; read weights outside of forward and backward, where they are sharded, or "
+            "shard the model without mixprec.gather_codes"
+        )
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"GatheredWeight(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def high_precision(weight: Tensor) -> Tensor:
+    """The weight itself; of one that was gathered in codes all ranks have to ask."""
+    return weight.source.high_precision() if isinstance(weight, GatheredWeight) else weight
