@@ -8,7 +8,7 @@ need, and for anything else it says that there is nothing to compute with.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, Self
 
 import torch
@@ -52,32 +52,32 @@ class GatheredWeight(Tensor):
         """A weight of this shape, type and place, contiguous."""
         weight = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         weight.source = source
-        return weight  # type: ignore[no-any-return]
+        return weight
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Tensor:
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         """Itself under another name, or an empty tensor of its shape; no arithmetic."""
         weight = args[0]
         if func in _SAME:
             return cls(weight.source, weight.shape, weight.dtype, weight.device)
         if func in _NEW:
             own = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
-            return func(own, **(kwargs or {}))  # type: ignore[no-any-return]
+            return func(own, **(kwargs or {}))
         raise TypeError(
             f"weight: got {func}; of a weight gathered in codes there is nothing but its layer's "
             "products; read weights outside of forward and backward, where they are sharded, or "
             "shard the model without mixprec.gather_codes"
         )
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"GatheredWeight(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 

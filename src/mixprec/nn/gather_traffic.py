@@ -7,7 +7,7 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mixprec.nn.gathering import gathered_weights
@@ -64,13 +64,17 @@ class GatherCounter(TorchDispatchMode):
     ) -> Any:
         """The operation as it is; of an all-gather the input is what one rank sends to another."""
         if func is torch.ops.c10d._allgather_base_.default:
-            whole, own = args[:2]
-            self._gathered += whole.nbytes - own.nbytes
-            if own.dtype == torch.uint8:
-                self._mixed += whole.nbytes - own.nbytes
-            else:
-                self._elements += whole.numel() - own.numel()
+            self._count(args[1], len(args[0]) // len(args[1]))
+        elif func is torch.ops._c10d_functional.all_gather_into_tensor.default:
+            self._count(args[0], args[1])
         return func(*args, **(kwargs or {}))
+
+    def _count(self, own: Tensor, ranks: int) -> None:
+        self._gathered += own.nbytes * (ranks - 1)
+        if own.dtype == torch.uint8:
+            self._mixed += own.nbytes * (ranks - 1)
+        else:
+            self._elements += own.numel() * (ranks - 1)
 
     def traffic(self) -> Traffic:
         """What was sent since this was made."""

@@ -26,9 +26,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch import nn
 
+from mixprec.gathered_weight import GatheredWeight
 from mixprec.nn.layer import QuantizedLayer
 from mixprec.nn.linear import QuantizedLinear
 from mixprec.nn.sharded_codes import ShardedCodes, Shards, codings, largest
@@ -60,25 +60,29 @@ class GatherReport:
 class ModelGather:
     """The weights of a model that are gathered in codes, and the one reduction of their amaxes."""
 
-    def __init__(self, model: nn.Module, weights: list[ShardedCodes]) -> None:
+    def __init__(self, model: nn.Module, weights: Mapping[str, ShardedCodes]) -> None:
         self.weights = weights
-        self._handles: tuple[RemovableHandle, ...] = (
-            model.register_forward_pre_hook(self._begin, prepend=True),
-            model.register_forward_hook(self._end, always_call=True),
-        )
-
-    def remove(self) -> None:
-        """Let go of the model."""
-        for handle in self._handles:
-            handle.remove()
+        self._owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in weights}
+        model.register_forward_pre_hook(self._begin, prepend=True)
+        model.register_forward_hook(self._end, always_call=True)
+        # a caller may let FSDP2 gather before the first forward pass
+        self.put_hooks()
 
     def _begin(self, *_: object) -> None:
         # what checkpointing runs again in backward has the scales of its forward
         if torch._C._current_graph_task_id() == -1:
+            self.put_hooks()
             self._reduce()
 
+    def put_hooks(self) -> None:
+        """Let FSDP2 find the weights, whose local tensors loading and moving may replace."""
+        for name, weight in self.weights.items():
+            parameter = self._owners[name]._parameters[name.rpartition(".")[2]]
+            if not isinstance(parameter, GatheredWeight):
+                weight.put_hooks(parameter._local_tensor)  # type: ignore[union-attr]
+
     def _end(self, *_: object) -> None:
-        for weight in self.weights:
+        for weight in self.weights.values():
             weight.is_reduced = False
 
     @torch.inference_mode(False)
@@ -86,7 +90,7 @@ class ModelGather:
     def _reduce(self) -> None:
         """Amaxes of all weights, the maximum over ranks, in one collective a process group."""
         groups: dict[dist.ProcessGroup, list[ShardedCodes]] = {}
-        for weight in self.weights:
+        for weight in self.weights.values():
             groups.setdefault(weight.shards.group, []).append(weight)
         for group, weights in groups.items():
             own = [weight.own_amaxes() for weight in weights]
@@ -101,15 +105,14 @@ _GATHERS: WeakKeyDictionary[nn.Module, ModelGather] = WeakKeyDictionary()
 
 def gathered_weights(model: nn.Module) -> list[ShardedCodes]:
     """The weights of a model that are gathered in codes; none where nobody asked for it."""
-    return _GATHERS[model].weights if model in _GATHERS else []
+    return list(_GATHERS[model].weights.values()) if model in _GATHERS else []
 
 
 def gather_codes(model: nn.Module) -> GatherReport:
     """Let FSDP2 gather the weights of converted layers in codes; numbers stay what they are.
 
-    Call it after ``mixprec.convert`` and after all of ``fully_shard``, on the module whose forward
-    is called, before its first forward pass; again after ``load_state_dict(assign=True)``,
-    ``to_empty`` or a move to another device, which replace the sharded tensors.
+    Call it once, after ``mixprec.convert`` and after all of ``fully_shard``, on the module whose
+    forward is called, before its first forward pass.
 
     A weight is gathered in codes where its recipe quantises it for both products, to formats of 8
     bits, with one scale a tensor or a row (of data at hand or of a history), rounded to nearest.
@@ -122,7 +125,7 @@ def gather_codes(model: nn.Module) -> GatherReport:
         A report: which weights, and why not the others.
 
     Raises:
-        ValueError: No converted layer, or none with a sharded weight.
+        ValueError: No converted layer, or none with a sharded weight; a model that has run.
 
     Warns:
         UserWarning: No weight can be gathered in codes.
@@ -134,30 +137,38 @@ def gather_codes(model: nn.Module) -> GatherReport:
     """
     layers = dict(converted_layers(model))
     owners = _owners(model)
-    weights, names, left = [], [], {}
+    weights: dict[str, ShardedCodes] = {}
+    names, left = [], {}
     for name, layer in layers.items():
         found = _sharded_codes(layer, owners)
         if isinstance(found, str):
             left[name] = found
             continue
         names.append(f"{name}.{_weight_name(layer)}".lstrip("."))
-        if all(found.local is not weight.local for weight in weights):
-            weights.append(found)
+        if all(found.local is not weight.local for weight in weights.values()):
+            weights[names[-1]] = found
     if not any(hasattr(p, "device_mesh") for layer in layers.values() for p in layer.parameters()):
         raise ValueError(
             "model: got no converted layer with a sharded weight; weights are gathered where they "
             "are sharded; call mixprec.convert, then fully_shard, then gather_codes"
         )
+    if _has_run(model) or model in _GATHERS:
+        raise ValueError(
+            "model: got one that has run, or gathers codes already; how a weight is gathered is "
+            "settled by then; call gather_codes once, before the first forward pass"
+        )
     if not names:
         warnings.warn(
             "gather_codes: no weight is gathered in codes; print the report for why", stacklevel=2
         )
-    if (before := _GATHERS.pop(model, None)) is not None:
-        before.remove()
-    for weight in weights:
-        weight.put_hooks()
     _GATHERS[model] = ModelGather(model, weights)
     return GatherReport(gathered=tuple(names), left=MappingProxyType(left))
+
+
+def _has_run(model: nn.Module) -> bool:
+    """Whether FSDP2 has settled which of the modules is the root, as it does when it first runs."""
+    states = (getattr(module, "_get_fsdp_state", lambda: None)() for module in model.modules())
+    return any(getattr(state, "_is_root", None) is not None for state in states)
 
 
 def _owners(model: nn.Module) -> dict[int, list[nn.Module]]:

@@ -121,14 +121,18 @@ class ShardedCodes:
         self._dtype = local.dtype
         self._held: tuple[int, Tensor] | None = None
 
-    def put_hooks(self) -> None:
-        """Let FSDP2 find this when it gathers."""
-        self.local.fsdp_pre_all_gather = self.fsdp_pre_all_gather  # type: ignore[attr-defined]
-        self.local.fsdp_post_all_gather = self.fsdp_post_all_gather  # type: ignore[attr-defined]
+    def put_hooks(self, local: Tensor) -> None:
+        """Let FSDP2 find this where it looks when it gathers."""
+        if "fsdp_pre_all_gather" not in vars(local):
+            local.fsdp_pre_all_gather = self.fsdp_pre_all_gather  # type: ignore[attr-defined]
+            local.fsdp_post_all_gather = self.fsdp_post_all_gather  # type: ignore[attr-defined]
+            self.local = local
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        # a copy of the tensor is nobody's to gather
-        return None
+    def __reduce__(self) -> str:
+        raise TypeError(
+            "parameter: got one whose gathers go over this process group; it is neither copied nor "
+            "saved with it; copy or save model.state_dict()"
+        )
 
     def fsdp_pre_all_gather(
         self,
@@ -199,7 +203,7 @@ class ShardedCodes:
             return self._gathered(self._padded(self._rows()))[: self.shards.shape[0]]
 
     def own_amaxes(self) -> Tensor:
-        """float32, of this rank's rows, 0 for the rows of others; the largest of all ranks' count."""
+        """float32 amaxes of this rank's rows; 0 for rows of others, who know better."""
         found = []
         for index, spec in enumerate(self._specs):
             local = self.local.t() if index else self.local
@@ -278,6 +282,9 @@ class ShardedCodes:
             self.sent.whole += rows.numel() * self._others
         else:
             self.sent.again += rows.numel() * self._others
-        whole = rows.new_empty(self.shards.group.size() * len(rows), rows.shape[1])
-        dist.all_gather_into_tensor(whole, rows, group=self.shards.group)
+        group = self.shards.group
+        parts = torch.ops._c10d_functional.all_gather_into_tensor(
+            rows, group.size(), group.group_name
+        )
+        whole: Tensor = torch.ops._c10d_functional.wait_tensor(parts)
         return whole
