@@ -66,8 +66,8 @@ def batch(rank: int, step: int, rows: int = 3) -> Tensor:
 
 
 def trained(net: nn.Sequential, rank: int, steps: int = 2) -> dict[str, Tensor]:
-    """Losses of every micro-batch, and the weights after the last step; the optimizer raises no
-    version of a sharded parameter."""
+    """Losses of every micro-batch, and the weights after the last step."""
+    # of this one, sharded parameters' versions do not tell
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.05, foreach=True)
     mixprec.attach(net, optimizer)
     losses = []

@@ -43,6 +43,7 @@ PUBLIC = {
     "encode",
     "explain",
     "finfo",
+    "gather_codes",
     "linear",
     "load_state_dict",
     "plan",
