@@ -69,6 +69,20 @@ def spread_over(group: dist.ProcessGroup | None = None) -> Spread | None:
     return Spread(group=group.group_name, rank=group.rank(), size=group.size())
 
 
+def is_distributed(x: Tensor) -> bool:
+    """Whether a tensor is a ``DTensor``; asked without importing the module that has it."""
+    return hasattr(x, "device_mesh")
+
+
+def local_part(x: Tensor) -> Tensor:
+    """What this rank holds of a tensor that is no part of a graph: of a DTensor, in its memory."""
+    if not is_distributed(x):
+        return x
+    with torch.no_grad():
+        part: Tensor = x.to_local()  # type: ignore[attr-defined]
+    return part
+
+
 @dataclass(frozen=True, slots=True)
 class Shard:
     """This rank's part of an operand: over whom its axes are spread; None: all of one is here."""

@@ -137,6 +137,5 @@ def test_data_parallel_ranks_stay_equal(both: Results) -> None:
     assert first["prefixed"]
 
 
-@pytest.mark.xfail(strict=True, reason="rank 0's buffers are broadcast before each forward")
 def test_data_parallel_micro_batches_combine_by_maximum(both: Results) -> None:
     assert both(accumulating) == [{"x": [9.0]}] * 2

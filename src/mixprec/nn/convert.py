@@ -26,8 +26,10 @@ from mixprec.nn.selection import (
     last_layers,
     recipe_patterns,
 )
+from mixprec.nn.wrapping import is_wrapper, leave_out_of_broadcasts
 from mixprec.recipes import OPERANDS, PRODUCTS, Recipe
 from mixprec.rounding import SOURCE_FORMATS
+from mixprec.sharding import WHOLE
 
 
 def _check_arguments(
@@ -156,13 +158,16 @@ def _convert(
 ) -> tuple[ReportRow, ...]:
     rows = []
     first_names: dict[int, str] = {}
+    index = -1
     owners = _parameter_owners(named)
     for name, module in named:
         decision = decisions[name]
         first = first_names.setdefault(id(module), name)
+        if first == name:
+            index += not is_wrapper(module)
         if isinstance(decision, Recipe):
             if first == name:
-                _swap(module, decision, *settings, index=len(first_names) - 1)
+                _swap(module, decision, *settings, index=index)
                 note = _tie_note(module, owners)
             else:
                 note = f"the same module as {first}"
@@ -177,6 +182,7 @@ def _convert(
         if decision != NO_PARAMETERS or not any(True for _ in module.children()):
             rows.append(_row(name, module, "left", None, "", decision, is_counted=first == name))
     _call_layers(named, any(isinstance(decision, Recipe) for decision in decisions.values()))
+    leave_out_of_broadcasts(named[0][1])
     return tuple(rows)
 
 
@@ -295,6 +301,7 @@ def _swap(
 ) -> None:
     if isinstance(module, QuantizedLayer) and module.recipe == recipe:
         module.impl, module.noise_seed, module.cache_weights = impl, seed, cache_weights
+        module.sharding = WHOLE
         module.forget_weight()
         return
     if not isinstance(module, QuantizedLayer):
@@ -316,7 +323,8 @@ def _check_classes(model: nn.Module) -> None:
         if isinstance(module, QuantizedLayer) and not is_converted_class(type(module)):
             raise ValueError(
                 f"model: got layer {name or '(model)'} of class {type(module).__name__}; its class "
-                "was changed after conversion, for instance by a parametrisation; undo that first"
+                "was changed after conversion; convert and revert before fully_shard is called for "
+                "the layer itself, and undo a parametrisation first"
             )
 
 
@@ -334,3 +342,4 @@ def revert(model: nn.Module) -> None:
         if isinstance(module, QuantizedLayer):
             _restore(module)
     _call_layers(list(model.named_modules()), is_converted=False)
+    leave_out_of_broadcasts(model)

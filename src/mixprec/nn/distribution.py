@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from mixprec.nn.layer import QuantizedLayer
+from mixprec.nn.wrapping import leave_out_of_broadcasts
 from mixprec.sharding import spread_over
 
 
@@ -36,6 +37,7 @@ def distribute(model: nn.Module, group: dist.ProcessGroup | None = None) -> None
     backward. A layer that some ranks pass by is left out by calling this for the others.
     """
     rows = spread_over(group)
+    leave_out_of_broadcasts(model)
     for module in model.modules():
         if isinstance(module, QuantizedLayer):
             module.sharding = replace(module.sharding, rows=rows)

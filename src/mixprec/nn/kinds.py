@@ -20,6 +20,7 @@ from mixprec.nn.bilinear import QuantizedBilinear
 from mixprec.nn.calls import QuantizedCalls, called_names
 from mixprec.nn.layer import QuantizedLayer
 from mixprec.nn.linear import QuantizedLinear
+from mixprec.nn.wrapping import sharded_class
 
 KINDS: Mapping[type[nn.Module], type[QuantizedLayer]] = MappingProxyType(
     {
@@ -67,7 +68,7 @@ def calling_of(module: nn.Module) -> type[nn.Module] | None:
 
 def is_kind_itself(module: nn.Module) -> bool:
     """Whether a module is a layer of torch's, parametrised or not, and no subclass of a user's."""
-    own = plain_class(module)
+    own = sharded_class(plain_class(module))
     if parametrize.is_parametrized(module):
         own = own.__bases__[0]
     return _SAME.get(own, own) in KINDS

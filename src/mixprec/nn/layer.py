@@ -27,7 +27,7 @@ from mixprec.linear_products import (
 from mixprec.noise import Noise
 from mixprec.recipes import OPERANDS, Recipe
 from mixprec.scaling import DelayedState, split_state
-from mixprec.sharding import WHOLE, Sharding
+from mixprec.sharding import WHOLE, Sharding, is_distributed, local_part
 from mixprec.windows import Windows
 
 _PREFIX = "mixprec_"
@@ -59,6 +59,11 @@ def _is_recomputing() -> bool:
 
 def _is_traced() -> bool:
     return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+
+
+def is_numerics_buffer(name: str) -> bool:
+    """Whether a buffer's name, with its module's or without, is one that conversion gives."""
+    return name.rpartition(".")[2].startswith(_PREFIX)
 
 
 def _step_name(name: str) -> str:
@@ -149,9 +154,9 @@ class QuantizedLayer(nn.Module):
     def numerics_buffers(self) -> dict[str, Tensor]:
         """The state by buffer name: amax histories, and counts of noise steps."""
         return {
-            name: buffer
+            name: local_part(buffer)
             for name, buffer in self._buffers.items()
-            if buffer is not None and name.startswith(_PREFIX)
+            if buffer is not None and is_numerics_buffer(name)
         }
 
     def forget_weight(self) -> None:
@@ -168,6 +173,7 @@ class QuantizedLayer(nn.Module):
         owner: Tensor | None = None,
         entry: int = 0,
         windows: Windows | None = None,
+        sharding: Sharding | None = None,
     ) -> Tensor:
         """A product of the layer by its recipe; records amaxes in training mode.
 
@@ -178,7 +184,10 @@ class QuantizedLayer(nn.Module):
             name: Which of ``product_names``.
             owner: The parameter that weight is made of; weight itself by default.
             entry: Which of several products of this name in a pass; the first counts the pass.
+            windows: How x, if it is no matrix, becomes one.
+            sharding: Over whom the product's axes are spread; the layer's own by default.
         """
+        _check_whole(x, weight)
         owner = weight if owner is None else owner
         delayed = self.delayed_states(name)
         records = self._is_recording()
@@ -192,7 +201,7 @@ class QuantizedLayer(nn.Module):
             # the whole parameter is the same in every product
             held=self._held_weight(name, 0 if weight is owner else entry, owner),
             observers=self._told(name),
-            sharding=self.active_sharding(),
+            sharding=self.active_sharding() if sharding is None else sharding,
         )
         return product(
             x,
@@ -214,16 +223,17 @@ class QuantizedLayer(nn.Module):
 
     def noise(self, name: str = "", entry: int = 0) -> Noise | None:
         """The noise of a product's next pass; None where nothing is rounded stochastically."""
-        step = self._buffers.get(_step_name(name))
-        if step is None:
+        buffer = self._buffers.get(_step_name(name))
+        if buffer is None:
             return None
+        step = local_part(buffer)
         place = _STREAMS_PER_PRODUCT * self.product_names().index(name) + _STREAMS_PER_ENTRY * entry
         return Noise(seed=self.noise_seed, step=step, stream=self.noise_stream + place)
 
     def delayed_states(self, name: str = "") -> tuple[DelayedState | None, ...]:
         """A product's histories, by the operand's position."""
         packed = (self._buffers.get(buffer) for buffer in self._histories.get(name, _NO_HISTORIES))
-        return tuple(None if state is None else split_state(state) for state in packed)
+        return tuple(None if state is None else split_state(local_part(state)) for state in packed)
 
     def _told(self, name: str) -> tuple[Observer, ...]:
         if not self.observers or _is_traced():
@@ -282,6 +292,15 @@ class QuantizedLayer(nn.Module):
         """The layer's own, and what it multiplies by."""
         own = super().extra_repr()
         return ", ".join(filter(None, (own, f"recipe={self.recipe}", f"impl={self.impl}")))
+
+
+def _check_whole(x: Tensor, weight: Tensor) -> None:
+    for name, tensor in (("x", x), ("weight", weight)):
+        if is_distributed(tensor):
+            raise TypeError(
+                f"{name}: got a DTensor; only linear layers multiply by one, with both x and "
+                "weight spread by parallelize_module; pass tensors, or leave the layer out (skip=)"
+            )
 
 
 def device_of(module: nn.Module) -> torch.device | None:

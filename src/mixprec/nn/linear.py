@@ -20,8 +20,10 @@ from mixprec.linear_products import (
     state_position,
 )
 from mixprec.nn.layer import QuantizedLayer
+from mixprec.nn.tensor_parallel import multiply_parts
 from mixprec.quant_spec import QuantSpec
 from mixprec.recipes import OPERANDS
+from mixprec.sharding import is_distributed
 
 
 class QuantizedLinear(QuantizedLayer, nn.Linear):
@@ -38,6 +40,8 @@ class QuantizedLinear(QuantizedLayer, nn.Linear):
         """y = x @ weight.T + bias by the recipe; records amaxes in training mode."""
         # read once: a parametrised weight is computed at each look
         weight, bias = self.weight, self.bias
+        if is_distributed(weight):
+            return multiply_parts(self, x, weight, bias)
         check_linear(x, weight, bias)
         return self.multiply(x, weight, bias)
 

@@ -44,6 +44,7 @@ def sync_scales(model: nn.Module, *, skipped: bool = False) -> None:
 
     Each operand's pending amax, the maximum over micro-batches and ranks, enters its history, from
     which the next scales are made. Other frameworks call it sync_float8_amax_and_scale_history.
+    Counts of noise steps become the largest of any rank.
 
     Args:
         model: A model with converted layers; others are left alone.
@@ -77,9 +78,10 @@ def forget_amaxes(model: nn.Module) -> None:
 def _end_step(model: nn.Module, change: Callable[[DelayedState], DelayedState]) -> list[str]:
     """Change every history as its pending amax asks; the names of those that were not finite."""
     nonfinite = []
+    is_shared = dist.is_available() and dist.is_initialized()
     for group in _histories(model).values():
         packed = torch.stack([buffer for _, buffer in group])
-        if dist.is_available() and dist.is_initialized():
+        if is_shared:
             recorded = packed[:, -2:].contiguous()
             dist.all_reduce(recorded, op=dist.ReduceOp.MAX)
             packed[:, -2:] = recorded
@@ -87,9 +89,24 @@ def _end_step(model: nn.Module, change: Callable[[DelayedState], DelayedState]) 
         counts = state.nonfinite.tolist()
         nonfinite += [name for (name, _), count in zip(group, counts, strict=True) if count]
         torch._foreach_copy_([buffer for _, buffer in group], list(join_state(change(state))))
+    if is_shared:
+        _agree_on_noise(model)
     for _, layer in converted_layers(model):
         layer.forget_weight()
     return nonfinite
+
+
+def _agree_on_noise(model: nn.Module) -> None:
+    """Count on every rank the passes of the one that made most, if a branch was idle on others."""
+    groups = defaultdict(list)
+    for _, layer in converted_layers(model):
+        for buffer in layer.numerics_buffers().values():
+            if not buffer.is_floating_point() and not buffer.is_meta:
+                groups[buffer.device].append(buffer)
+    for steps in groups.values():
+        counts = torch.stack(steps)
+        dist.all_reduce(counts, op=dist.ReduceOp.MAX)
+        torch._foreach_copy_(steps, list(counts))
 
 
 def attach(model: nn.Module, optimizer: torch.optim.Optimizer) -> RemovableHandle:
