@@ -29,7 +29,6 @@ from mixprec.nn.selection import (
 from mixprec.nn.wrapping import is_wrapper, leave_out_of_broadcasts
 from mixprec.recipes import OPERANDS, PRODUCTS, Recipe
 from mixprec.rounding import SOURCE_FORMATS
-from mixprec.sharding import WHOLE
 
 
 def _check_arguments(
@@ -301,7 +300,7 @@ def _swap(
 ) -> None:
     if isinstance(module, QuantizedLayer) and module.recipe == recipe:
         module.impl, module.noise_seed, module.cache_weights = impl, seed, cache_weights
-        module.sharding = WHOLE
+        vars(module).pop("sharding", None)
         module.forget_weight()
         return
     if not isinstance(module, QuantizedLayer):

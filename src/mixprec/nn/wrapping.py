@@ -18,11 +18,12 @@ def leave_out_of_broadcasts(model: nn.Module) -> None:
     the state at the end of each step, by the maximum.
     """
     for module in model.modules():
-        others = [name for name in getattr(module, _LEFT_OUT, ()) if not is_numerics_buffer(name)]
+        given = getattr(module, _LEFT_OUT, [])
+        others = [name for name in given if not is_numerics_buffer(name)]
         names = [*others, *_state_names(module)]
-        if names:
+        if names and names != given:
             setattr(module, _LEFT_OUT, names)
-        elif _LEFT_OUT in vars(module):
+        elif not names and _LEFT_OUT in vars(module):
             delattr(module, _LEFT_OUT)
 
 
