@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -194,24 +192,6 @@ def test_a_non_finite_loss_is_code_3(
     assert last.startswith("mixprec: step 4: the loss is not finite")
     assert "parameter fc2.bias" in last
     assert [path.name for path in Path("runs/small/checkpoints").iterdir()] == ["step_00000002"]
-
-
-def test_sigterm_saves_a_checkpoint_and_is_code_75(
-    cli: Callable, config: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before, step = signal.getsignal(signal.SIGTERM), Trainer.step
-
-    def interrupted(trainer: Trainer) -> Any:
-        if trainer.done == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return step(trainer)
-
-    monkeypatch.setattr(Trainer, "step", interrupted)
-    code, _, err = cli("train", str(config))
-    assert code == 75
-    assert "a checkpoint is in runs/small/checkpoints/step_00000003" in err
-    assert signal.getsignal(signal.SIGTERM) == before
-    assert cli("train", str(config), "--resume", "auto").code == 0
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)

@@ -213,6 +213,13 @@ def generators(device: torch.device) -> dict[str, Any]:
     return state
 
 
+def seed_generators(seed: int) -> None:
+    """Seed Python's, numpy's and torch's global generators."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
 def set_generators(state: Mapping[str, Any], device: torch.device) -> None:
     """Put back what `generators` returned; a device that the state does not know stays as it is."""
     name, keys, *rest = state["numpy"]

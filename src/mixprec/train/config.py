@@ -6,6 +6,7 @@ whole `Config` or raises one `ConfigError` that lists every mistake, a line each
 
 import dataclasses
 import difflib
+import functools
 import inspect
 import json
 import os
@@ -22,7 +23,13 @@ from mixprec.train.config_fields import OPTIMIZERS, Config, OptimizerConfig
 from mixprec.train.data import option_names
 from mixprec.train.models import MODELS, is_user_model
 from mixprec.train.recipe_choice import recipe_label, step_recipe
-from mixprec.train.toml_text import ConfigError, apply_setting, document, read_document
+from mixprec.train.toml_text import (
+    ConfigError,
+    apply_setting,
+    document,
+    read_document,
+    require_shallow,
+)
 
 LEVEL_VARIABLE = "AMPLITE_LEVEL"
 _RECIPE_KEYS = {"recipe", "opt_level"}
@@ -65,11 +72,12 @@ def from_dict(table: Mapping[str, Any]) -> Config:
 
     Raises: ConfigError: Some values cannot be used; the text lists every mistake.
     """
+    require_shallow(table)
     table, faults = _with_level(_with_data(table))
     # Through JSON, so that strict checks accept a list for a tuple and a table for a section.
     text = json.dumps(_without_none(table), default=str)
     try:
-        config: Config = TypeAdapter(Config).validate_json(text)
+        config = _adapter().validate_json(text)
     except ValidationError as error:
         faults += [_line(entry) for entry in error.errors()]
         raise ConfigError("\n".join(faults)) from error
@@ -77,6 +85,11 @@ def from_dict(table: Mapping[str, Any]) -> Config:
     if faults:
         raise ConfigError("\n".join(faults))
     return config
+
+
+@functools.cache
+def _adapter() -> TypeAdapter[Config]:
+    return TypeAdapter(Config)
 
 
 def recipe_line(config: Config) -> str:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+_DEEPEST = 32
+
 
 class ConfigError(ValueError):
     """A configuration that cannot be used; the text has one line for each mistake."""
@@ -23,7 +25,26 @@ def read_document(path: Path) -> dict[str, Any]:
         reason = f"cannot be read ({error.strerror}); give the path of a TOML file"
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         reason = f"is not TOML: {error}; correct it"
+    except RecursionError:
+        reason = f"is nested deeper than {_DEEPEST} levels; no setting is; correct it"
     raise ConfigError(f"config: got {path}; {reason}")
+
+
+def require_shallow(table: Mapping[str, Any]) -> None:
+    """Refuse what is nested deeper than anything that a configuration holds.
+
+    Raises: ConfigError: It names the outermost key.
+    """
+    rest = [(key, value, 1) for key, value in table.items()]
+    while rest:
+        key, value, depth = rest.pop()
+        if depth > _DEEPEST:
+            raise ConfigError(
+                f"{key}: got a value nested deeper than {_DEEPEST} levels; no setting is; correct it"
+            )
+        inner = value.values() if isinstance(value, Mapping) else value
+        if isinstance(value, Mapping | list | tuple):
+            rest += [(key, entry, depth + 1) for entry in inner]
 
 
 def apply_setting(table: dict[str, Any], setting: str) -> str:
@@ -37,7 +58,7 @@ def apply_setting(table: dict[str, Any], setting: str) -> str:
         raise ConfigError(f"set: got {setting!r}; a setting reads section.key=value; write it so")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         value = text.strip()
     for place, section in enumerate(sections, start=1):
         table = table.setdefault(section, {})

@@ -70,7 +70,7 @@ class Trainer:
         self._feed = Feed(data, config, self.ranks)
         rows = data.evaluation
         self.evaluation_rows = rows if isinstance(rows, Items) else rows.to(self.device)
-        torch.manual_seed(config.train.seed)
+        checkpoint.seed_generators(config.train.seed)
         model, self.criterion = build_model(config.model, config.model_options)
         self.model = model.to(self.device)
         self.report = converted(self.model, config)
