@@ -26,7 +26,7 @@ def read_document(path: Path) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         reason = f"is not TOML: {error}; correct it"
     except RecursionError:
-        reason = f"is nested deeper than {_DEEPEST} levels; no setting is; correct it"
+        reason = f"is deeper than {_DEEPEST} levels; no setting is; correct it"
     raise ConfigError(f"config: got {path}; {reason}")
 
 
@@ -40,7 +40,7 @@ def require_shallow(table: Mapping[str, Any]) -> None:
         key, value, depth = rest.pop()
         if depth > _DEEPEST:
             raise ConfigError(
-                f"{key}: got a value nested deeper than {_DEEPEST} levels; no setting is; correct it"
+                f"{key}: got a value deeper than {_DEEPEST} levels; no setting is; correct it"
             )
         inner = value.values() if isinstance(value, Mapping) else value
         if isinstance(value, Mapping | list | tuple):
