@@ -34,7 +34,8 @@ def distribute(model: nn.Module, group: dist.ProcessGroup | None = None) -> None
 
     Edge cases: one rank is one process. In evaluation nothing is exchanged. A rank without rows
     passes an empty batch: all ranks have to run the same layers in the same order, forward and
-    backward. A layer that some ranks pass by is left out by calling this for the others.
+    backward. A layer that some ranks pass by is left out by calling this for the others. Who
+    quantises operands again, as ``mixprec.watch`` does, does so on all ranks.
     """
     rows = spread_over(group)
     leave_out_of_broadcasts(model)
