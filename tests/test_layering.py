@@ -22,6 +22,7 @@ LAYERS = [
     "memory",
     "noise",
     "compiled_loops",
+    "compiled_rounding",
     "loops",
     "rounding",
     "codes",

@@ -12,7 +12,6 @@ import warnings
 from collections import deque
 from collections.abc import Callable
 from functools import lru_cache, partial
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -27,19 +26,21 @@ _WORTH_A_THREAD = 1 << 15
 _PARTS_A_THREAD = 4
 
 
-def serves(x: Tensor) -> bool:
+def serves(x: Tensor, block: int = 1) -> bool:
     """Whether the loops here take x: a large float32 matrix in plain memory, rows or columns whole.
+
+    Of a tensor with a number for so many elements, whether they take that.
 
     The first time that only numba is missing a warning says so.
     """
     if torch.compiler.is_compiling() or type(x) is not Tensor or x.device.type != "cpu":
         return False
-    is_matrix = x.dtype == torch.float32 and x.ndim == 2 and x.numel() >= SMALLEST
+    is_matrix = x.dtype == torch.float32 and x.ndim == 2 and x.numel() * block >= SMALLEST
     if not is_matrix or not (x.is_contiguous() or x.t().is_contiguous()) or x.is_neg():
         return False
     # what looks on, or stands for other tensors, sees operations of torch only
     is_watched = torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active()
-    return not is_watched and _kernels() is not None
+    return not is_watched and _is_available()
 
 
 def reason() -> str | None:
@@ -52,7 +53,7 @@ def reason() -> str | None:
 
 
 @lru_cache(maxsize=1)
-def _kernels() -> ModuleType | None:
+def _is_available() -> bool:
     why = reason()
     if why is not None:
         warnings.warn(
@@ -61,10 +62,7 @@ def _kernels() -> ModuleType | None:
             RuntimeWarning,
             stacklevel=2,
         )
-        return None
-    from mixprec import compiled_loops
-
-    return compiled_loops
+    return why is None
 
 
 def block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
@@ -85,6 +83,16 @@ def block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
     return found.t() if is_turned else found
 
 
+def e8m0_scales(amax: Tensor, rule: tuple[float, int, int, int]) -> tuple[Tensor, Tensor]:
+    """Factors and codes of ``scale_rules`` for amaxes, by a ``PowerOfTwo``."""
+    memory, is_turned = _in_order_of_memory(amax)
+    codes, encode = torch.empty_like(memory, dtype=torch.uint8), torch.empty_like(memory)
+    arrays = [x.view(-1).numpy() for x in (memory, codes, encode)]
+    arguments = (arrays[0], *rule, *arrays[1:])
+    _run_over(_loop("e8m0_scales"), arguments, amax.numel(), _num_parts(amax))
+    return (encode.t(), codes.t()) if is_turned else (encode, codes)
+
+
 def hadamard(x: Tensor) -> Tensor:
     """``hadamard.hadamard`` of a length that is a multiple of 16."""
     memory, is_turned = _in_order_of_memory(x)
@@ -102,6 +110,7 @@ def rounded(
     noise: Noise | None,
     *,
     decoded: bool,
+    scale: Tensor | None = None,
 ) -> Tensor:
     """Codes of round(x * encode) clamped to a format's range, or their values.
 
@@ -113,6 +122,7 @@ def rounded(
         noise: Rounds stochastically; None to nearest, ties to even.
         decoded: float32 values, anything where the factor is NaN; else uint8 codes, there those of
             NaN or 0.
+        scale: What values are times, float32, one a block; None is 1.
 
     Returns:
         Of x's shape and memory layout.
@@ -122,24 +132,36 @@ def rounded(
     rows, columns = (
         length if size == -1 else size for length, size in zip(memory.shape, sizes, strict=True)
     )
-    factors = (encode.t() if is_turned else encode).contiguous()
+    factors, multipliers = (
+        (y.t() if is_turned else y).contiguous().numpy()
+        for y in (encode, encode.new_empty((0, 0)) if scale is None else scale)
+    )
     out = torch.empty_like(memory, dtype=torch.float32 if decoded else torch.uint8)
     arguments = (
         memory.numpy(),
-        factors.numpy(),
+        factors,
+        *([multipliers] if decoded else []),
         (rows, columns),
         _grid(fmt),
         _draws(noise or Noise(seed=0), x, is_turned),
         noise is not None,
         out.numpy(),
     )
-    loop = _loop("round_to_values" if decoded else "round_to_codes")
+    loop = _rounding("round_to_values" if decoded else "round_to_codes")
     _run_over(loop, arguments, len(memory), _num_parts(x))
     return out.t() if is_turned else out
 
 
 def _loop(name: str) -> Callable[..., None]:
-    return getattr(_kernels(), name)
+    from mixprec import compiled_loops
+
+    return getattr(compiled_loops, name)
+
+
+def _rounding(name: str) -> Callable[..., None]:
+    from mixprec import compiled_rounding
+
+    return getattr(compiled_rounding, name)
 
 
 def _in_order_of_memory(x: Tensor) -> tuple[Tensor, bool]:
@@ -155,7 +177,7 @@ def _turned(pair: tuple[int, int], is_turned: bool) -> tuple[int, int]:
 def _grid(fmt: FloatFormat) -> Any:
     import numpy as np
 
-    from mixprec.compiled_loops import Grid
+    from mixprec.compiled_rounding import Grid
 
     first_power = np.int32(fmt.min_exponent + 127 << 23)
     # of several the one that torch's casts give
@@ -166,7 +188,7 @@ def _grid(fmt: FloatFormat) -> Any:
 def _draws(noise: Noise, x: Tensor, is_turned: bool) -> Any:
     import numpy as np
 
-    from mixprec.compiled_loops import Draws
+    from mixprec.compiled_rounding import Draws
 
     columns = int(noise.columns_of(x.shape[1]))
     first = int(noise.row) * columns + int(noise.column)

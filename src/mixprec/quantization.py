@@ -19,7 +19,7 @@ from mixprec.formats import FloatFormat
 from mixprec.hadamard import hadamard
 from mixprec.noise import Noise
 from mixprec.quant_spec import UNSCALED, QuantSpec, as_spec
-from mixprec.quantized_tensor import QuantizedTensor, matrix_shape
+from mixprec.quantized_tensor import QuantizedTensor, is_scaled_before_sum, matrix_shape
 from mixprec.rounding import (
     SOURCE_FORMATS,
     can_look_at,
@@ -28,7 +28,7 @@ from mixprec.rounding import (
     round_float,
     round_in_range,
 )
-from mixprec.scale_rules import SCALE_RULES, Reduce, make_scales
+from mixprec.scale_rules import SCALE_RULES, Reduce, Scales, make_scales
 from mixprec.scaling import (
     DelayedState,
     block_amax,
@@ -90,6 +90,7 @@ def quantize(
     matrix = as_matrix(x, spec)
     shape = torch.Size((*x.shape[:-1], matrix.shape[1])) if x.ndim or spec.hadamard else x.shape
     amax = scale = encode = tensor_amax = None
+    is_scaled = False
     if spec.scale_rule == UNSCALED:
         codes = _codes(matrix, spec, noise)
     else:
@@ -97,12 +98,10 @@ def quantize(
         if reduce is not None and (state is None or not has_history(state)):
             amax = reduce(amax, (spec.block[0] == -1, spec.block[1] == -1))
         used = amax if state is None else delayed_amax(state, spec.amax_compute_algo, amax)
-        encode, scale, tensor_amax = make_scales(
-            used, spec.scale_rule, spec.format, spec.min_amax, reduce
-        )
+        scales = make_scales(used, spec.scale_rule, spec.format, spec.min_amax, reduce)
+        encode, scale, tensor_amax = scales
         amax = amax.to(torch.float32)
-        decoded = decoded and can_be_decoded(spec)
-        codes = _scaled_codes(matrix, spec, encode, amax, noise, decoded=decoded)
+        codes, is_scaled = _scaled(matrix, spec, scales, amax, noise, decoded)
     if x.ndim != 2:
         codes = codes.reshape(shape)
     result = QuantizedTensor(
@@ -111,6 +110,7 @@ def quantize(
         amax=amax,
         encode=encode,
         tensor_amax=tensor_amax,
+        is_scaled=is_scaled,
         spec=spec,
         shape=shape,
     )
@@ -152,14 +152,15 @@ def requantize(
     Spares the pass for amax, and is right under a history that has rolled meanwhile. Only delayed
     scaling needs amax.
     """
-    decoded = decoded and can_be_decoded(spec)
-    codes = _scaled_codes(_source(x, spec), spec, encode, amax, None, decoded=decoded)
+    scales = Scales(encode, scale, tensor_amax)
+    codes, is_scaled = _scaled(_source(x, spec), spec, scales, amax, None, decoded)
     return QuantizedTensor(
         codes=codes,
         scale=scale,
         amax=amax,
         encode=encode,
         tensor_amax=tensor_amax,
+        is_scaled=is_scaled,
         spec=spec,
         shape=x.shape,
     )
@@ -199,6 +200,32 @@ def _source(x: Tensor, spec: QuantSpec) -> Tensor:
     return x.float() if is_wide else x
 
 
+def _scaled(
+    x: Tensor,
+    spec: QuantSpec,
+    scales: Scales,
+    amax: Tensor | None,
+    noise: Noise | None,
+    decoded: bool,
+) -> tuple[Tensor, bool]:
+    """Codes of x * encode, or their values; and whether those are times their scales already."""
+    decoded = decoded and can_be_decoded(spec)
+    encode, scale, tensor_amax = scales
+    if not (can_be_decoded(spec) and loops.serves(x)):
+        return _scaled_codes(x, spec, encode, amax, noise, decoded=decoded), False
+    is_scaled = decoded and is_scaled_before_sum(spec, scale, tensor_amax)
+    codes = loops.rounded(
+        x,
+        encode,
+        spec.block,
+        spec.format,
+        noise if spec.is_stochastic else None,
+        decoded=decoded,
+        scale=SCALE_RULES[spec.scale_rule].block_scale(scale) if is_scaled else None,
+    )
+    return codes, is_scaled
+
+
 def _scaled_codes(
     x: Tensor,
     spec: QuantSpec,
@@ -212,15 +239,6 @@ def _scaled_codes(
 
     With ``decoded`` their values.
     """
-    if can_be_decoded(spec) and loops.serves(x):
-        return loops.rounded(
-            x,
-            encode,
-            spec.block,
-            spec.format,
-            noise if spec.is_stochastic else None,
-            decoded=decoded,
-        )
     is_narrow = _is_narrow(spec)
     # such a format has no code for NaN; the block's scale is NaN
     is_compiled = torch.compiler.is_compiling()

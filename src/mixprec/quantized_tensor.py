@@ -41,6 +41,7 @@ class QuantizedTensor:
         tensor_amax: float32 [1, 1]: nvfp4's A, of which the factor of the whole tensor is made.
         amax: The data's own largest magnitudes, float32, of scale's shape; None when unknown.
         encode: The factors that x was multiplied by, of scale's shape; None when unknown.
+        is_scaled: Whether values in place of codes are times their blocks' scales.
         held: Values decoded ahead and their factor (``codes.decode_unscaled``), for an operand of
             several products; else None.
         spec: How it was quantised.
@@ -54,6 +55,7 @@ class QuantizedTensor:
     shape: torch.Size
     encode: Tensor | None = None
     tensor_amax: Tensor | None = None
+    is_scaled: bool = False
     held: tuple[Tensor, float] | None = None
 
     @property
@@ -63,7 +65,7 @@ class QuantizedTensor:
 
     @property
     def values(self) -> Tensor:
-        """The decoded values without their scales, float32 (float64 for wider formats)."""
+        """The decoded values, float32 (float64 for wider formats); scaled if ``is_scaled``."""
         fmt = self.spec.format
         if self.is_decoded:
             return self.codes
@@ -113,7 +115,7 @@ class QuantizedTensor:
             NaN scale is NaN throughout.
         """
         values = self.values
-        if self.scale is not None:
+        if self.scale is not None and not self.is_scaled:
             matrix = values.reshape(self.matrix_shape)
             values = times_blocks(matrix, self.block_scale, self.spec.block).reshape(self.shape)
         if self.tensor_scale is not None:
@@ -140,6 +142,7 @@ class QuantizedTensor:
             amax=_transposed(self.amax),
             encode=_transposed(self.encode),
             tensor_amax=self.tensor_amax,
+            is_scaled=self.is_scaled,
             held=None if self.held is None else (self.held[0].t(), self.held[1]),
             spec=self.spec if is_square else replace(self.spec, block=(contraction, free)),
             shape=torch.Size(self.shape[::-1]),
@@ -298,6 +301,15 @@ class QuantizedTensor:
             f"QuantizedTensor({spec.format}, shape={tuple(self.shape)}, block={spec.block}, "
             f"scale_rule={spec.scale_rule!r}{transformed}, nbytes={self.nbytes})"
         )
+
+
+def is_scaled_before_sum(spec: QuantSpec, scale: Tensor, tensor_amax: Tensor | None) -> bool:
+    """Whether a product takes values times their blocks' scales, so that it is one product in all.
+
+    It does where that is exact and scales change along the contraction.
+    """
+    is_exact = SCALE_RULES[spec.scale_rule].is_exact
+    return is_exact and (scale.shape[1] > 1 or tensor_amax is not None)
 
 
 def _same_bits(a: Tensor | None, b: Tensor | None) -> bool:

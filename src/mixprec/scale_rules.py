@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from mixprec import loops
 from mixprec.codes import codes_of, decode, looked_up
 from mixprec.formats import FloatFormat, get_format
 from mixprec.rounding import can_look_at, round_float
@@ -73,6 +75,7 @@ _E8M0_VALUES = decode(_ALL_CODES, _E8M0)
 # 2^(127 - code); the last code is NaN
 _E8M0_ENCODE = torch.cat((_E8M0_VALUES[:-1].flip(0), _E8M0_VALUES[-1:]))
 _E8M0_NAN, _E8M0_LAST = 255, 254
+_ELEMENTS_A_BLOCK = 32
 
 
 def _is_nonfinite(amax: Tensor) -> Tensor:
@@ -81,14 +84,6 @@ def _is_nonfinite(amax: Tensor) -> Tensor:
 
 def _e8m0_scale(codes: Tensor) -> Tensor:
     return looked_up(_E8M0_VALUES, codes)
-
-
-def _e8m0(amax: Tensor, code: Tensor) -> Scales:
-    """Scales from exponent fields; a block with NaN or inf has the code of NaN."""
-    code = code.clamp_(0, _E8M0_LAST).masked_fill_(_is_nonfinite(amax), _E8M0_NAN)
-    if torch.compiler.is_compiling():
-        return Scales(_e8m0_encode(code), code.to(torch.uint8))
-    return Scales(looked_up(_E8M0_ENCODE, code), code.to(torch.uint8))
 
 
 def _e8m0_encode(code: Tensor) -> Tensor:
@@ -101,25 +96,53 @@ def _bits(x: Tensor) -> Tensor:
     return x.to(torch.float32).view(torch.int32)
 
 
-def _e8m0_rceil(amax: Tensor, fmt: FloatFormat) -> Scales:
+class PowerOfTwo(NamedTuple):
+    """An e8m0 code from the bits of a float32: (bits(amax * factor) + addend >> 23) - shift.
+
+    Clamped to its range, and 0 where the bits are at most ``lowest``.
+    """
+
+    factor: float = 1.0
+    addend: int = 0
+    shift: int = 0
+    lowest: int = -1
+
+
+# ones under the exponent: added, they carry where a mantissa bit is set
+_ONES = (1 << 23) - 1
+
+
+def _rceil(fmt: FloatFormat) -> PowerOfTwo:
+    # a subnormal is at most 2^-127, the smallest scale, or above it
+    return PowerOfTwo(factor=_as_float32(1 / fmt.max), addend=_ONES, lowest=1 << 22)
+
+
+def _floor(fmt: FloatFormat) -> PowerOfTwo:
+    return PowerOfTwo(shift=fmt.max_exponent)
+
+
+def _even(fmt: FloatFormat) -> PowerOfTwo:
+    return PowerOfTwo(addend=1 << (22 - fmt.mantissa), shift=fmt.max_exponent)
+
+
+def _ceil(fmt: FloatFormat) -> PowerOfTwo:
+    return PowerOfTwo(addend=_ONES, shift=fmt.max_exponent)
+
+
+def _e8m0(amax: Tensor, fmt: FloatFormat, power: Callable[[FloatFormat], PowerOfTwo]) -> Scales:
+    """Scales that are powers of two; a block with NaN or inf has the code of NaN."""
+    rule = power(fmt)
+    if loops.serves(amax, _ELEMENTS_A_BLOCK):
+        return Scales(*loops.e8m0_scales(amax, rule))
     # the product of two float32 is exact in float64, so that it is rounded once
-    bits = _bits(amax * _as_float32(1 / fmt.max))
-    # adding all ones under the exponent carries where a mantissa bit is set; a subnormal is at most
-    # 2^-127, the smallest scale, or above it
-    up = (bits + ((1 << 23) - 1)) >> 23
-    return _e8m0(amax, up.masked_fill_(bits <= 1 << 22, 0))
-
-
-def _e8m0_floor(amax: Tensor, fmt: FloatFormat) -> Scales:
-    return _e8m0(amax, (_bits(amax) >> 23) - fmt.max_exponent)
-
-
-def _e8m0_even(amax: Tensor, fmt: FloatFormat) -> Scales:
-    return _e8m0(amax, (_bits(amax) + (1 << (22 - fmt.mantissa)) >> 23) - fmt.max_exponent)
-
-
-def _e8m0_ceil(amax: Tensor, fmt: FloatFormat) -> Scales:
-    return _e8m0(amax, (_bits(amax) + ((1 << 23) - 1) >> 23) - fmt.max_exponent)
+    bits = (amax.to(torch.float64) * rule.factor).to(torch.float32).view(torch.int32)
+    code = (bits + rule.addend >> 23) - rule.shift
+    if rule.lowest >= 0:
+        code = code.masked_fill_(bits <= rule.lowest, 0)
+    code = code.clamp_(0, _E8M0_LAST).masked_fill_(_is_nonfinite(amax), _E8M0_NAN)
+    if torch.compiler.is_compiling():
+        return Scales(_e8m0_encode(code), code.to(torch.uint8))
+    return Scales(looked_up(_E8M0_ENCODE, code), code.to(torch.uint8))
 
 
 def _as_float32(value: float) -> float:
@@ -182,7 +205,7 @@ class ScaleRule(NamedTuple):
         done before a product is summed.
     exceeds: Whether x * encode can lie beyond the format's range.
     mantissa: Mantissa bits of a scale: 0 for powers of two.
-    amax_dtype: The type in which it takes amax.
+    amax_dtype: The type in which it takes amax; None is any.
     is_of_tensor: Whether a second factor belongs to the whole tensor.
     """
 
@@ -191,7 +214,7 @@ class ScaleRule(NamedTuple):
     is_exact: bool
     exceeds: bool = False
     mantissa: int = 0
-    amax_dtype: torch.dtype = torch.float64
+    amax_dtype: torch.dtype | None = torch.float64
     is_of_tensor: bool = False
 
 
@@ -199,14 +222,19 @@ def _as_kept(scale: Tensor) -> Tensor:
     return scale
 
 
+def _power_of_two(power: Callable[[FloatFormat], PowerOfTwo], exceeds: bool = False) -> ScaleRule:
+    make = partial(_e8m0, power=power)
+    return ScaleRule(make, _e8m0_scale, is_exact=True, exceeds=exceeds, amax_dtype=None)
+
+
 SCALE_RULES: Mapping[str, ScaleRule] = MappingProxyType(
     {
         "real": ScaleRule(_real, _as_kept, is_exact=False, mantissa=23),
         "pow2": ScaleRule(_pow2, _as_kept, is_exact=True),
-        "e8m0_rceil": ScaleRule(_e8m0_rceil, _e8m0_scale, is_exact=True),
-        "e8m0_floor": ScaleRule(_e8m0_floor, _e8m0_scale, is_exact=True, exceeds=True),
-        "e8m0_even": ScaleRule(_e8m0_even, _e8m0_scale, is_exact=True, exceeds=True),
-        "e8m0_ceil": ScaleRule(_e8m0_ceil, _e8m0_scale, is_exact=True),
+        "e8m0_rceil": _power_of_two(_rceil),
+        "e8m0_floor": _power_of_two(_floor, exceeds=True),
+        "e8m0_even": _power_of_two(_even, exceeds=True),
+        "e8m0_ceil": _power_of_two(_ceil),
         "nvfp4": ScaleRule(
             _nvfp4,
             _nvfp4_scale,
@@ -260,5 +288,6 @@ def make_scales(
     made = SCALE_RULES[rule]
     if min_amax:
         amax = amax.to(torch.float64).clamp(min=min_amax)
-    amax = amax.to(made.amax_dtype)
+    if made.amax_dtype is not None:
+        amax = amax.to(made.amax_dtype)
     return made.make(amax, fmt, reduce) if made.is_of_tensor else made.make(amax, fmt)

@@ -49,11 +49,11 @@ def block_amax(x: Tensor, block: Block) -> Tensor:
         low, high = torch.aminmax(x.t() if is_turned else x)
         # of zeros alone the larger one may be -0
         return torch.maximum(high, -low).reshape(1, 1).abs()
+    if loops.serves(x):
+        return loops.block_amax(x, (free, contraction))
     if free == 1 and contraction == columns:
         # two reductions read x twice and still beat writing |x| once
         return torch.maximum(x.amax(-1, keepdim=True), -x.amin(-1, keepdim=True)).abs()
-    if loops.serves(x):
-        return loops.block_amax(x, (free, contraction))
     if is_column_major(x):
         # reductions are fast along the rows of memory
         return block_amax(x.t(), (block[1], block[0])).t()

@@ -22,8 +22,8 @@ from mixprec.gemm.accumulation import FP32, MODELS, Accumulate
 from mixprec.gemm.native import add_bias_and_round
 from mixprec.modes import is_autocast_on, without_modes
 from mixprec.quantization import Operand, QuantizedTensor
+from mixprec.quantized_tensor import is_scaled_before_sum
 from mixprec.rounding import can_look_at
-from mixprec.scale_rules import SCALE_RULES
 from mixprec.scaling import expand_blocks, times_blocks
 
 # the product of two float32 scales keeps its digits in float32 above this
@@ -115,13 +115,13 @@ def _values_and_scale(x: Operand) -> tuple[Tensor, Tensor | None]:
         return x if x.dtype == torch.float64 else x.float(), None
     if x.scale is None:
         return x.values.reshape(x.matrix_shape), None
+    if x.is_scaled:
+        return x.codes.reshape(x.matrix_shape), x.tensor_scale
     values, factor = x.held or _decoded(x)
     if values.ndim != 2:
         values = values.reshape(x.matrix_shape)
     scale = x.block_scale
-    is_exact = SCALE_RULES[x.spec.scale_rule].is_exact
-    if is_exact and (scale.shape[1] > 1 or x.tensor_scale is not None):
-        # exact scaling may come before the sum: one product in all
+    if is_scaled_before_sum(x.spec, scale, x.tensor_amax):
         is_own = x.held is None
         values = times_blocks(values, scale * factor, x.spec.block, in_place=is_own)
         return values, x.tensor_scale
