@@ -1,4 +1,4 @@
-"""Batches on the meta device, in the shapes that a configuration's data set gives."""
+"""Batches in the shapes that a configuration's data set gives, without its data."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ def row_of(config: Config) -> Row:
     return ROWS[name](options)
 
 
-def batch_of(row: Row, rows: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of so many rows, on the meta device."""
-    inputs = torch.empty(rows, *row.inputs, dtype=row.dtype, device=META)
-    return inputs, torch.empty(rows, *row.targets, dtype=torch.int64, device=META)
+def batch_of(row: Row, rows: int, device: torch.device = META) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of so many rows: normal numbers, or zeros where they are whole ones."""
+    inputs = torch.zeros(rows, *row.inputs, dtype=row.dtype, device=device)
+    if row.dtype.is_floating_point:
+        inputs.normal_()
+    return inputs, torch.zeros(rows, *row.targets, dtype=torch.int64, device=device)

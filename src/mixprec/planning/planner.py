@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from mixprec.amp.autocast import DTYPES
 from mixprec.amp.setup import cast_parameters
 from mixprec.nn.layer import QuantizedLayer
+from mixprec.nn.report import Report
 from mixprec.planning.batches import META, row_of
 from mixprec.planning.memory import Memory
 from mixprec.planning.qualification import LayerPlan, layer_plans, product_sizes
@@ -24,12 +25,16 @@ from mixprec.planning.targets import Target, target_of
 from mixprec.recipes import RECIPES, Base, Recipe
 from mixprec.support import release
 from mixprec.survey import machine
+from mixprec.train.checkpoint import isolated_generators
 from mixprec.train.compared import chosen_recipes
 from mixprec.train.config import Config, from_dict, load, to_dict
 from mixprec.train.models import BuiltModel, build_model
 from mixprec.train.recipe_choice import RecipeTable, recipe_label, step_recipe
 from mixprec.train.trainer import converted
 
+CPU = torch.device("cpu")
+# the most bytes and the fewest rows of the largest batch that a CPU's step is taken with
+_TRIED, _FEWEST_ROWS = 2**28, 4
 _DRAWS = {torch.Tensor.normal_, torch.Tensor.uniform_, torch.Tensor.erfinv_}
 _NOTES = (
     "not counted: the process itself, libraries' workspaces, fragmentation, the data set",
@@ -55,7 +60,8 @@ def plan(
 
     The configuration's model is made and converted on torch's ``meta`` device and takes one
     training step on shapes alone, whose bytes are counted as ``mixprec.memory`` counts real ones.
-    Of blocks that repeat a few are run for all.
+    Of blocks that repeat a few are run for all. For a CPU, which is here, a small model takes the
+    step with random inputs, of its batch or as large a part of that as takes 256 MiB.
 
     Args:
         config: A Config or a TOML file; None is ``mnist_cnn``. Data are not read; its batch size is
@@ -75,8 +81,9 @@ def plan(
         TypeError: config or recipes is none of these.
 
     Exactness: parameters, gradients, masters, state and activations are those of the counters of
-    ``mixprec.measure`` and ``mixprec.memory``, within 5 % (tests/planning/test_memory.py); the peak
-    is that of eager operations on whole tensors, which a CPU does not need (docs/plan.md).
+    ``mixprec.measure`` and ``mixprec.memory``, within 5 % (tests/planning/test_memory.py), and so
+    is the peak of a small model on a CPU; else it is that of eager operations on whole tensors,
+    which a CPU that quantises in pieces does not need (docs/plan.md).
     """
     resolved = _resolved(config, batch)
     for name, value in (("gpus", gpus), ("batch", resolved.data.batch_size)):
@@ -87,9 +94,12 @@ def plan(
     release(version)
     chosen = [resolved.recipe] if recipes is None else chosen_recipes(resolved, recipes).values()
     costs = _Costs(resolved)
-    parts = [
-        _Part(replace(resolved, recipe=recipe), place, gpus, version, costs) for recipe in chosen
-    ]
+    with isolated_generators(CPU):
+        parts = [
+            _Part(replace(resolved, recipe=recipe), place, gpus, version, costs)
+            for recipe in chosen
+        ]
+        entries = tuple(part.plan() for part in parts)
     return Plan(
         model=resolved.model,
         parameters=parts[0].count,
@@ -98,7 +108,7 @@ def plan(
         gpus=gpus,
         batch=resolved.data.batch_size,
         torch=version,
-        recipes=tuple(part.plan() for part in parts),
+        recipes=entries,
         notes=_NOTES if gpus == 1 else (*_NOTES, _SHARDED),
     )
 
@@ -176,18 +186,15 @@ class _Part:
         self._config, self._target, self._gpus = config, target, gpus
         self._version, self._costs = version, costs
         self._recipe = step_recipe(config.recipe, config.base)
-        self._model, self._loss = _built(config)
-        self.count = sum(p.numel() for p in self._model.parameters())
-        self._names = dict(self._model.named_modules(remove_duplicate=False))
-        # what an implementation cannot do on meta says nothing about the target
-        here = replace(config, convert=replace(config.convert, impl="auto"))
-        self._report = converted(self._model, here)
-        cast_parameters(self._model, self._recipe)
-        self._repeats = find_repeats(self._model)
+        built = _built(config)
+        self.count = sum(p.numel() for p in built[0].parameters())
+        self._names = dict(built[0].named_modules(remove_duplicate=False))
+        self._step, self._report = self._prepared(built, META)
+        self._repeats = find_repeats(self._step.model)
 
     def plan(self) -> RecipePlan:
         config, rows = self._config, self._config.data.batch_size
-        memory = Memory(self._step(), self._repeats, self._gpus)
+        memory = self._memory()
         figures = memory.figures(rows)
         peak = round(memory.peak(rows))
         shares = {
@@ -216,21 +223,43 @@ class _Part:
             ),
         )
 
-    def _step(self) -> Step:
-        return Step(
-            model=self._model,
-            loss=self._loss,
+    def _prepared(self, built: BuiltModel, device: torch.device) -> tuple[Step, Report]:
+        model, loss = built
+        # what an implementation cannot do on meta says nothing about the target
+        here = replace(self._config, convert=replace(self._config.convert, impl="auto"))
+        report = converted(model, here)
+        cast_parameters(model, self._recipe)
+        step = Step(
+            model=model,
+            loss=loss,
             recipe=self._recipe,
             optimizer=self._config.optimizer,
             row=row_of(self._config),
             accumulates=self._config.train.accumulate > 1,
             is_gpu=self._target.accelerator is not None,
+            device=device,
         )
+        return step, report
+
+    def _memory(self) -> Memory:
+        """Of rehearsals; of steps on tensors where the target is a CPU and the model small."""
+        planned = Memory(self._step, self._repeats, self._gpus)
+        if self._target.accelerator is not None:
+            return planned
+        rows = max(self._config.data.batch_size, _FEWEST_ROWS)
+        while planned.peak(rows) > _TRIED:
+            rows //= 2
+            if rows < _FEWEST_ROWS:
+                return planned
+        # a CPU looks at values and works in pieces, of which shapes say nothing
+        built = build_model(self._config.model, self._config.model_options)
+        step, _ = self._prepared(built, CPU)
+        return Memory(step, find_repeats(step.model), self._gpus, rows)
 
     def _layers(self) -> tuple[LayerPlan, ...]:
         is_cpu = self._target.accelerator is None
         with shortened(self._repeats, [FEWEST] * len(self._repeats)):
-            sizes = product_sizes(self._step(), self._config.data.batch_size)
+            sizes = product_sizes(self._step, self._config.data.batch_size)
         for repeat in self._repeats:
             # not the first, whose input may need no gradient
             last = list(repeat.blocks[FEWEST - 1].modules())

@@ -2,7 +2,7 @@
 
 The step is the trainer's own: the converted model, the optimizer and its wrapper, the region of the
 base. Every operation runs on shapes alone and the bytes that it would take are counted as
-``mixprec.memory`` counts those that exist.
+``mixprec.memory`` counts those that exist. A step on a CPU's own tensors is counted alike.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mixprec.amp.setup import region, with_update
 from mixprec.gemm.widening import NARROW, widened
 from mixprec.measure import saved_bytes
 from mixprec.memory import live_bytes, storage_bytes, tensors_in
-from mixprec.planning.batches import Row, batch_of
+from mixprec.planning.batches import META, Row, batch_of
 from mixprec.recipes import Recipe
 from mixprec.train import optimizers
 from mixprec.train.config_fields import OptimizerConfig
@@ -38,13 +38,14 @@ class Step:
     """What is rehearsed.
 
     Attributes:
-        model: Converted, on the meta device, its parameters in their type.
+        model: Converted, on the step's device, its parameters in their type.
         loss: (output, targets) -> the mean loss.
         recipe: Of everything around the products.
         optimizer: Which, and its options.
         row: What a row of a batch is.
         accumulates: Whether gradients of several batches are summed, so that some exist in forward.
         is_gpu: Whether it would run on a GPU.
+        device: meta, or cpu for a step that is taken.
     """
 
     model: nn.Module
@@ -54,6 +55,7 @@ class Step:
     row: Row
     accumulates: bool = False
     is_gpu: bool = False
+    device: torch.device = META
 
 
 @dataclass(slots=True, kw_only=True)
@@ -132,7 +134,7 @@ def _optimizer(step: Step) -> Optimizer:
 
 
 def _forward_backward(step: Step, rows: int, stretches: _Stretches, found: Rehearsal) -> None:
-    inputs, targets = batch_of(step.row, rows)
+    inputs, targets = batch_of(step.row, rows, step.device)
     stretches.begin("forward")
     attention = FusedAttention(is_gpu=step.is_gpu)
     with saved_bytes(step.model.parameters()) as saved, attention, region(step.recipe):
