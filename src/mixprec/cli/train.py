@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -73,7 +73,7 @@ def train(
     folder = Path("runs") / config.stem if out is None else out
     try:
         with _asked_to_stop() as asked_to_stop:
-            result = run(
+            result = _recorded(run)(
                 resolved,
                 out=folder,
                 resume=resume,
@@ -100,6 +100,15 @@ def _show(table: Table, console: Console) -> None:
         title=str(table.title),
         out=console,
     )
+
+
+def _recorded(train: Callable[..., Any]) -> Callable[..., Any]:
+    """Leaves an error where torchrun looks for it, so that its summary has more than a code."""
+    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
+        return train
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    return record(train)
 
 
 @contextmanager

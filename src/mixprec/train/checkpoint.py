@@ -53,6 +53,7 @@ _MAY_CHANGE = {
     "checkpoint.every",
     "checkpoint.keep",
     "distributed.strategy",
+    "distributed.timeout",
 }
 
 

@@ -178,9 +178,13 @@ class CheckpointConfig(_Section):
 class DistributedConfig(_Section):
     """strategy: how several ranks hold the model: `ddp`, whole on each; None is that where torchrun
     started several, else `none`.
+
+    timeout: seconds that a rank waits for the others before it gives up with an error; what only
+    one of them does, such as writing a checkpoint, has to be done by then.
     """
 
     strategy: Literal["none", "ddp"] | None = None
+    timeout: Annotated[float, Field(gt=0, le=1e6)] = 1800.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

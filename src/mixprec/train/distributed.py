@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -143,12 +144,13 @@ class Ranks:
 
 
 @contextmanager
-def started(strategy: Strategy | None, device: str) -> Iterator[Ranks]:
+def started(strategy: Strategy | None, device: str, timeout: float = 1800.0) -> Iterator[Ranks]:
     """The ranks of this process's environment, with a process group for as long as they live.
 
     Args:
         strategy: None is `ddp` where there are several ranks, else `none`.
         device: The configuration's; several ranks of a machine take one of its GPUs each.
+        timeout: Seconds that a rank waits for the others.
 
     A group that exists already is used and left as it is.
 
@@ -172,12 +174,17 @@ def started(strategy: Strategy | None, device: str) -> Iterator[Ranks]:
         backend = "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo"
         # a rank of its own needs nobody's address
         store = dist.HashStore() if size == 1 else None
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+        wait = timedelta(seconds=timeout)
+        dist.init_process_group(backend, timeout=wait, store=store, rank=rank, world_size=size)
     try:
         yield Ranks(device=own, rank=rank, size=size, strategy=strategy, on_machine=on_machine)
-    finally:
-        if owns_group:
+    except BaseException:
+        # nccl's end waits for ranks that wait in a collective; gloo's tells them at once
+        if owns_group and own.type == "cpu":
             dist.destroy_process_group()
+        raise
+    if owns_group:
+        dist.destroy_process_group()
 
 
 def is_first_process() -> bool:

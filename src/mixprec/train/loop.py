@@ -83,8 +83,9 @@ def run(
     if not isinstance(config, Config):
         config = load(config)
     folder = None if out is None or config.train.dry_run else named_folder(out)
+    shared = config.distributed
     with (
-        started(config.distributed.strategy, config.train.device) as ranks,
+        started(shared.strategy, config.train.device, shared.timeout) as ranks,
         checkpoint.isolated_generators(ranks.device),
     ):
         ranks.at_first(lambda: _check_folder(folder, resume))
