@@ -18,7 +18,7 @@ from mixprec.quantization import QuantizedTensor
 
 _aten = torch.ops.aten
 # what nn.Parameter and FSDP2 make of a weight that they are given
-_SAME = {_aten.detach.default, _aten.as_strided.default, _aten.alias.default}
+_SAME = {_aten.detach.default, _aten.alias.default}
 # what FSDP2 makes for a weight that got no gradient
 _NEW = {_aten.zeros_like.default, _aten.ones_like.default, _aten.empty_like.default}
 
@@ -40,7 +40,7 @@ class GatheredWeight(Tensor):
         source: Gives its operands.
 
     Raises:
-        TypeError: An operation other than a converted layer's products is made with it.
+        ValueError: An operation other than a converted layer's products is made with it.
     """
 
     source: WeightSource
@@ -66,12 +66,14 @@ class GatheredWeight(Tensor):
     ) -> Any:
         """Itself under another name, or an empty tensor of its shape; no arithmetic."""
         weight = args[0]
-        if func in _SAME:
+        is_whole = func is _aten.as_strided.default and tuple(args[1]) == tuple(weight.shape)
+        if func in _SAME or is_whole:
             return cls(weight.source, weight.shape, weight.dtype, weight.device)
         if func in _NEW:
             own = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
             return func(own, **(kwargs or {}))
-        raise TypeError(
+        # binary operators of Python would hide a TypeError
+        raise ValueError(
             f"weight: got {func}; of a weight gathered in codes there is nothing but its layer's "
             "products; read weights outside of forward and backward, where they are sharded, or "
             "shard the model without mixprec.gather_codes"

@@ -18,7 +18,7 @@ ordinary sharded tensors. The extension points are torch's, ``fsdp_pre_all_gathe
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -133,9 +133,11 @@ def gather_codes(model: nn.Module) -> GatherReport:
     Edge cases: rows that do not divide among the ranks, ranks without rows, frozen weights; a
     weight that several layers share, where all take it alike. What needs codes that a gather did
     not bring (``reshard_after_forward=False`` under scales a row, which the root has by default;
-    activation checkpointing under them) gathers them when it does, weight by weight. Eager only.
+    activation checkpointing under them) gathers them when it does, weight by weight. Products of
+    these layers are eager in compiled code.
     """
     layers = dict(converted_layers(model))
+    _check_can_begin(model, layers.values())
     owners = _owners(model)
     weights: dict[str, ShardedCodes] = {}
     names, left = [], {}
@@ -145,9 +147,23 @@ def gather_codes(model: nn.Module) -> GatherReport:
             left[name] = found
             continue
         names.append(f"{name}.{_weight_name(layer)}".lstrip("."))
+        # a weight that layers share is one
         if all(found.local is not weight.local for weight in weights.values()):
             weights[names[-1]] = found
-    if not any(hasattr(p, "device_mesh") for layer in layers.values() for p in layer.parameters()):
+        # Dynamo would lose the gradients of what has no elements
+        layer.multiply = torch.compiler.disable(  # type: ignore[method-assign]
+            layer.multiply, reason="products of a weight gathered in codes are eager"
+        )
+    if not names:
+        warnings.warn(
+            "gather_codes: no weight is gathered in codes; print the report for why", stacklevel=2
+        )
+    _GATHERS[model] = ModelGather(model, weights)
+    return GatherReport(gathered=tuple(names), left=MappingProxyType(left))
+
+
+def _check_can_begin(model: nn.Module, layers: Iterable[nn.Module]) -> None:
+    if not any(hasattr(p, "device_mesh") for layer in layers for p in layer.parameters()):
         raise ValueError(
             "model: got no converted layer with a sharded weight; weights are gathered where they "
             "are sharded; call mixprec.convert, then fully_shard, then gather_codes"
@@ -157,12 +173,6 @@ def gather_codes(model: nn.Module) -> GatherReport:
             "model: got one that has run, or gathers codes already; how a weight is gathered is "
             "settled by then; call gather_codes once, before the first forward pass"
         )
-    if not names:
-        warnings.warn(
-            "gather_codes: no weight is gathered in codes; print the report for why", stacklevel=2
-        )
-    _GATHERS[model] = ModelGather(model, weights)
-    return GatherReport(gathered=tuple(names), left=MappingProxyType(left))
 
 
 def _has_run(model: nn.Module) -> bool:

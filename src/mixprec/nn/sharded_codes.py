@@ -120,6 +120,7 @@ class ShardedCodes:
         self._scales: list[_Scales] = []
         self._dtype = local.dtype
         self._held: tuple[int, Tensor] | None = None
+        self._ready: torch.cuda.Event | None = None
 
     def put_hooks(self, local: Tensor) -> None:
         """Let FSDP2 find this where it looks when it gathers."""
@@ -187,6 +188,9 @@ class ShardedCodes:
             codes = self._gathered(self._own_codes(index))
         codes = codes[: self.shards.shape[0]]
         scales = self._scales[index]
+        if codes.is_cuda:
+            for made in scales:
+                made.record_stream(torch.cuda.current_stream(codes.device))
         operand = QuantizedTensor(
             codes=codes.t() if index else codes,
             scale=scales.scale,
@@ -218,6 +222,9 @@ class ShardedCodes:
     def take_amaxes(self, amaxes: Tensor) -> None:
         """The largest of all ranks' ``own_amaxes``."""
         self.amaxes = amaxes
+        if amaxes.is_cuda:
+            self._ready = torch.cuda.Event()
+            self._ready.record()
         self.sent.reduced += 2 * amaxes.nbytes * self._others // (self._others + 1)
 
     @property
@@ -240,6 +247,9 @@ class ShardedCodes:
             # a forward pass that did not begin at the model
             self.take_amaxes(largest(self.own_amaxes(), self.shards.group))
         assert self.amaxes is not None
+        if self._ready is not None:
+            # FSDP2 gathers on a stream of its own
+            self._ready.wait()
         rows = [
             1 if spec.block[0] == -1 else free
             for spec, free in zip(self._specs, self.shards.shape, strict=False)
