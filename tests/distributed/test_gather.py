@@ -227,17 +227,6 @@ def watched(rank: int) -> Outcome:
     return {"same": found[0] == found[1]}
 
 
-def compiled(rank: int) -> Outcome:
-    found = []
-    for compiles in (False, True):
-        net = sharded(network("fp8_rowwise"))
-        gather_codes(net)
-        if compiles:
-            net.compile(backend="eager")
-        found.append(trained(net, rank, steps=1))
-    return {"same": same(*found)}
-
-
 def refusals(rank: int) -> Outcome:
     def message(function: Callable[[], Any]) -> str:
         try:
@@ -273,7 +262,6 @@ JOBS: dict[int, tuple[Job, ...]] = {
         reports,
         traffic,
         watched,
-        compiled,
         refusals,
     ),
     # some of which have no rows of some weights
@@ -355,10 +343,6 @@ def test_a_quarter_of_the_bytes_of_fp32_and_half_of_those_of_bf16(on_two: Result
 
 def test_watching_gathers_what_it_compares_with(on_two: Results) -> None:
     assert all(found["same"] for found in on_two(watched))
-
-
-def test_compiled_code_leaves_products_of_gathered_weights_out(on_two: Results) -> None:
-    assert all(found["same"] for found in on_two(compiled))
 
 
 def test_refusals_name_the_way_out(on_two: Results) -> None:

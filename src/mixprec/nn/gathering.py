@@ -63,8 +63,9 @@ class ModelGather:
     def __init__(self, model: nn.Module, weights: Mapping[str, ShardedCodes]) -> None:
         self.weights = weights
         self._owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in weights}
-        model.register_forward_pre_hook(self._begin, prepend=True)
-        model.register_forward_hook(self._end, always_call=True)
+        # as FSDP2's own hooks, no part of a graph
+        model.register_forward_pre_hook(torch.compiler.disable(self._begin), prepend=True)
+        model.register_forward_hook(torch.compiler.disable(self._end), always_call=True)
         # a caller may let FSDP2 gather before the first forward pass
         self.put_hooks()
 
