@@ -36,13 +36,15 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(value, b[key]) for key, value in a.items())
 
 
-def trains_alike(rank: int, recipe: str, arguments: dict[str, Any], **settings: Any) -> bool:
+def trains_alike(
+    rank: int, recipe: str, steps: int, arguments: dict[str, Any], **settings: Any
+) -> bool:
     found = []
     for in_codes in (False, True):
         net = sharded(network(recipe, **settings), **arguments)
         if in_codes:
             gather_codes(net)
-        found.append(trained(net, rank))
+        found.append(trained(net, rank, steps))
     return same(*found)
 
 
@@ -58,13 +60,15 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def same_training(rank: int) -> Outcome:
-    return {recipe: trains_alike(rank, recipe, {}) for recipe in GATHERED}
+    # ranks without rows are where the two sets of codes differ most
+    recipes = GATHERED if dist.get_world_size() == 2 else GATHERED[-2:-1]
+    return {recipe: trains_alike(rank, recipe, 2, {}) for recipe in recipes}
 
 
 def same_training_under_settings(rank: int) -> Outcome:
     """With two sets of codes, where settings matter most, and with one."""
     return {
-        f"{recipe}, {name}": trains_alike(rank, recipe, arguments, **settings)
+        f"{recipe}, {name}": trains_alike(rank, recipe, 1, arguments, **settings)
         for recipe, names in (
             ("fp8_rowwise", list(CASES)[1:]),
             ("fp8_tensorwise", ["bf16 parameters", "tied"]),
@@ -265,7 +269,7 @@ JOBS: dict[int, tuple[Job, ...]] = {
         refusals,
     ),
     # some of which have no rows of some weights
-    3: (same_training, same_operands, reductions, checkpoints),
+    3: (same_training, same_operands, reductions),
 }
 
 
@@ -289,7 +293,9 @@ def on_ranks(request: pytest.FixtureRequest) -> Results:
 
 
 def test_training_has_the_bits_of_ordinary_gathers(on_ranks: Results) -> None:
-    assert all(found == dict.fromkeys(GATHERED, True) for found in on_ranks(same_training))
+    for found in on_ranks(same_training):
+        assert [recipe for recipe, is_same in found.items() if not is_same] == []
+        assert "fp8_rowwise" in found
 
 
 def test_settings_of_fsdp_and_of_the_model_change_nothing(on_two: Results) -> None:
@@ -317,8 +323,8 @@ def test_recipes_that_need_more_than_codes_are_left_and_told_of(on_two: Results)
         assert "blocks of (1, 32)" in found["mxfp8"]["left"]["3"]
 
 
-def test_checkpoints_do_not_know_of_codes(on_ranks: Results) -> None:
-    for found in on_ranks(checkpoints):
+def test_checkpoints_do_not_know_of_codes(on_two: Results) -> None:
+    for found in on_two(checkpoints):
         assert len(found) == 8
         assert all(found.values())
 
