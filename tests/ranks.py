@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+# imported once for all ranks of all tests, in a process that does nothing else and so can be forked
+PRELOADED = ["mixprec", "pytest", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"]
 Outcome = dict[str, Any]
 Job = Callable[[int], Outcome]
 Results = Callable[[Job], list[Outcome]]
@@ -28,7 +31,10 @@ def _rank_main(rank: int, folder: str, jobs: Sequence[Job], ranks: int) -> None:
 
 def run_on_ranks(jobs: Sequence[Job], folder: Path, ranks: int = 2) -> Results:
     """Runs every job once on so many ranks; gives what each rank found for one of them."""
-    mp.spawn(_rank_main, (str(folder), jobs, ranks), nprocs=ranks)
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+    mp.start_processes(
+        _rank_main, (str(folder), jobs, ranks), nprocs=ranks, start_method="forkserver"
+    )
 
     def results(job: Job) -> list[Outcome]:
         files = [folder / f"{job.__name__}.{rank}" for rank in range(ranks)]

@@ -105,7 +105,7 @@ class Experts(nn.Module):
 
 def other_layers(rank: int) -> Outcome:
     cases: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
-        "convolution": (lambda: nn.Conv2d(16, 8, 3, stride=2), batch(16, 9, 9)),
+        "convolution": (lambda: nn.Conv2d(16, 8, 3), batch(16, 5, 5)),
         "transposed": (lambda: nn.ConvTranspose1d(16, 8, 2, groups=2), batch(16, 4)),
         "bilinear": (lambda: Pairs(nn.Bilinear(16, 8, 16)), batch(24)),
         "cell": (lambda: Second(nn.LSTMCell(K, 16)), batch(K)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -44,7 +45,7 @@ def mlp(recipe: str, hidden: int) -> Mlp:
     return net
 
 
-def parallel(net: nn.Module) -> nn.Module:
+def parallel(net: nn.Module, mesh: Any = None) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -52,7 +53,7 @@ def parallel(net: nn.Module) -> nn.Module:
         parallelize_module,
     )
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
     # of parts of unequal sizes only a DTensor knows the whole's
     styles = {"a": ColwiseParallel(use_local_output=False), "b": RowwiseParallel()}
     return parallelize_module(net, mesh, styles)
@@ -128,6 +129,23 @@ def placements(rank: int) -> Outcome:
     return {"same": same, "names": names, "plain": plain}
 
 
+def parts_in_shards(rank: int) -> Outcome:
+    """FSDP2 over one axis of a mesh, parts over the other."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("rows", "parts"))
+    hidden = 32 * dist.get_world_size()
+    net = parallel(mlp("nvfp4", hidden), mesh["parts"])
+    for module in (net.a, net.b, net):
+        fully_shard(module, mesh=mesh["rows"])
+    mixprec.distribute(net, mesh["rows"].get_group())
+    pairs = zip(
+        passes(net, (K, N))[0], passes(parallel(mlp("nvfp4", hidden)), (K, N))[0], strict=True
+    )
+    return {"same": [torch.equal(a, b) for a, b in pairs]}
+
+
 def empty_parts(rank: int) -> Outcome:
     """Four features of three ranks are two, two and none."""
     values, _ = passes(parallel(mlp("fp8_tensorwise", 4)), (K, N))
@@ -179,7 +197,14 @@ def refusals(rank: int) -> Outcome:
     return found
 
 
-JOBS: tuple[Job, ...] = (operands, placements, empty_parts, delayed_steps, refusals)
+JOBS: tuple[Job, ...] = (
+    operands,
+    placements,
+    parts_in_shards,
+    empty_parts,
+    delayed_steps,
+    refusals,
+)
 
 
 def test_parts_are_quantised_as_one_process_quantises_the_whole(sharded: Results) -> None:
@@ -200,6 +225,10 @@ def test_gradients_lie_as_parameters_do_whenever_converted(sharded: Results) -> 
         assert outcome["names"] == [column, column, row, whole]
         assert all(outcome["same"])
         assert all(outcome["plain"])
+
+
+def test_parts_may_be_kept_in_shards(sharded: Results) -> None:
+    assert all(all(outcome["same"]) for outcome in sharded(parts_in_shards))
 
 
 def test_a_rank_may_have_no_part(sharded: Results) -> None:
