@@ -34,7 +34,7 @@ from mixprec.quant_spec import UNSCALED, QuantSpec
 from mixprec.quantization_error import ErrorFigures
 from mixprec.recipes import DYNAMIC, PRODUCTS, RECIPES, Recipe, get_recipe
 from mixprec.rounding import SOURCE_FORMATS
-from mixprec.train import checkpoint
+from mixprec.train import checkpoint, sharded_checkpoint
 from mixprec.train.config import Config
 from mixprec.train.distributed import pick_device
 from mixprec.train.log import ProgressLines
@@ -159,7 +159,8 @@ def recipe_errors_of_run(
         step = 0
         if checkpoint_path is not None:
             state = checkpoint.load(Path(checkpoint_path))
-            _load_model(trainer.model, state["model"], checkpoint_path)
+            whole = sharded_checkpoint.assembled({"model": state["model"]}, None)
+            _load_model(trainer.model, whole["model"], checkpoint_path)
             step = min(state["position"]["step"], trainer.total - 1)
         inputs, targets = trainer.batches(step)[0]
         torch.manual_seed(stream_seed("step", config.train.seed, step))

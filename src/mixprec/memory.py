@@ -250,6 +250,9 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 def _storages(values: Iterable[object], *, meta: bool = False) -> Iterator[torch.UntypedStorage]:
     for value in values:
         if isinstance(value, Tensor) and (meta or value.device.type != "meta"):
+            if hasattr(value, "to_local"):
+                # of a tensor in shards this rank's
+                value = value.to_local()
             try:
                 yield value.untyped_storage()
             except (NotImplementedError, RuntimeError):

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils import swap_tensors
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from mixprec.amp.autocast import DTYPES, region_dtype
 from mixprec.amp.grad_scaler import GradScaler
@@ -42,12 +44,23 @@ def cast_parameters(model: nn.Module, recipe: Recipe) -> None:
         model.double()
         return
     for module in model.modules():
-        has_statistics = hasattr(module, "running_mean") and hasattr(module, "running_var")
-        if has_statistics and recipe.keep_batchnorm_fp32:
+        if stays_wide(module, recipe):
             continue
         for parameter in module.parameters(recurse=False):
-            if parameter.is_floating_point():
+            if not parameter.is_floating_point() or parameter.dtype == dtype:
+                continue
+            if is_traceable_wrapper_subclass(parameter):
+                # such as shards, whose tensors .data would not reach
+                swap_tensors(parameter, nn.Parameter(parameter.to(dtype), parameter.requires_grad))
+            else:
                 parameter.data = parameter.data.to(dtype)
+
+
+def stays_wide(module: nn.Module, recipe: Recipe) -> bool:
+    """Whether the recipe leaves a module's own parameters in float32 among those of 16 bits."""
+    has_statistics = hasattr(module, "running_mean") and hasattr(module, "running_var")
+    own = next(module.parameters(recurse=False), None)
+    return has_statistics and recipe.keep_batchnorm_fp32 and own is not None
 
 
 def with_update(

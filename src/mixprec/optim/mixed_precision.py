@@ -160,7 +160,7 @@ class MixedPrecision(Optimizer):
                 if parameter in self.state:
                     state = self.state[parameter]
                     self.state[parameter] = _as_saved(state, state, widen=True)
-            elif (kept := self._kept[parameter]) is not None:
+            elif (kept := self._kept[parameter]) is not None and kept.device != parameter.device:
                 kept.data = kept.data.to(parameter.device)
             if self.float32_gradients:
                 _set_gradient_type(parameter, float32_at_least(parameter.dtype))

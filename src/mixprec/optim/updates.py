@@ -15,7 +15,9 @@ BFloat16 Training".
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -77,7 +79,22 @@ def _store_compensated(parameter: Tensor, value: Tensor, compensation: Tensor, _
 
 
 def _store_stochastic(parameter: Tensor, value: Tensor, _: None, noise: Noise) -> None:
+    if hasattr(parameter, "device_mesh"):
+        noise = _of_shard(parameter, noise)
+        parameter, value = parameter.to_local(), value.to_local()  # type: ignore[attr-defined]
     parameter.copy_(round_float(value, SOURCE_FORMATS[parameter.dtype], "stochastic", noise))
+
+
+def _of_shard(parameter: Any, noise: Noise) -> Noise:
+    """The part of a whole parameter's noise that is its shard's, cut along first or last axis."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape = parameter.shape
+    _, start = compute_local_shape_and_global_offset(
+        shape, parameter.device_mesh, parameter.placements
+    )
+    row = start[0] * math.prod(shape[1:-1]) if len(shape) > 1 else 0
+    return replace(noise, row=row, column=start[-1], columns=shape[-1])
 
 
 def _start_nothing(parameter: Tensor, exact: Tensor) -> None:

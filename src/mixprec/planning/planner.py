@@ -28,9 +28,9 @@ from mixprec.survey import machine
 from mixprec.train.checkpoint import isolated_generators
 from mixprec.train.compared import chosen_recipes
 from mixprec.train.config import Config, from_dict, load, to_dict
+from mixprec.train.conversion import converted
 from mixprec.train.models import BuiltModel, build_model
 from mixprec.train.recipe_choice import RecipeTable, recipe_label, step_recipe
-from mixprec.train.trainer import converted
 
 CPU = torch.device("cpu")
 # the most bytes and the fewest rows of the largest batch that a CPU's step is taken with

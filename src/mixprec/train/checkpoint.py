@@ -21,42 +21,20 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 _NAME = re.compile(r"step_\d{8,}")
 _WRITING, _REPLACED, _REMOVING = ".writing_", ".replaced_", ".removing_"
+_SHARDS = "shards"
 _FORMAT = 1
-# A resumed run may go on longer, elsewhere, or be recorded otherwise; all else shapes its numbers.
-_MAY_CHANGE = {
-    "train.epochs",
-    "train.steps",
-    "train.device",
-    "train.compile",
-    "convert.cache_weights",
-    "train.log_every",
-    "inspect.every",
-    "inspect.tensorboard",
-    "train.save_model",
-    "train.on_nonfinite",
-    "train.nonfinite_limit",
-    "recipe_source",
-    "data.path",
-    "data.workers",
-    "data.eval_batch_size",
-    "checkpoint.every",
-    "checkpoint.keep",
-    "distributed.strategy",
-    "distributed.timeout",
-}
-
-
 _UNREADABLE = (
     AttributeError,
     LookupError,
@@ -72,8 +50,22 @@ class CheckpointError(ValueError):
     """A checkpoint that is damaged, incomplete or absent; the text names the file."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shards:
+    """A tensor in the files of a folder, in parts (`mixprec.train.sharded_checkpoint`)."""
+
+    name: str
+    folder: Path | None = None
+
+
 def save(
-    folder: Path, step: int, tree: Mapping[str, Any], *, keep: int, spare: int | None = None
+    folder: Path,
+    step: int,
+    tree: Mapping[str, Any],
+    *,
+    keep: int,
+    spare: int | None = None,
+    shards: Path | None = None,
 ) -> Path:
     """Write one checkpoint, and drop all but the newest `keep` up to it.
 
@@ -83,6 +75,7 @@ def save(
     Args:
         tree: Sections by name. Keys are text, whole numbers, true/false or None.
         spare: The step of one that is not dropped, however old it is.
+        shards: A folder of the files that the tree's `Shards` are in, which becomes part of it.
 
     Returns: The folder of this checkpoint, `step_` and eight digits.
     Raises:
@@ -94,6 +87,8 @@ def save(
     _clear(folder, _WRITING, _REMOVING)
     try:
         beside.mkdir(parents=True)
+        if shards is not None:
+            os.replace(shards, beside / _SHARDS)
         _write(beside, tree)
         if target.exists():
             shutil.rmtree(replaced, ignore_errors=True)
@@ -185,22 +180,6 @@ def understood() -> Iterator[None]:
         ) from error
 
 
-def require_same_run(saved: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
-    """Refuse to go on with a configuration that would not give the checkpoint's numbers.
-
-    Raises: ValueError: A line a difference.
-    """
-    before, now = _flat(saved), _flat(asked)
-    changed = [
-        f"{key}: got {now.get(key)!r}; the checkpoint was made with {before.get(key)!r}; "
-        "keep that, or start a new run"
-        for key in sorted(before.keys() | now.keys())
-        if key not in _MAY_CHANGE and before.get(key) != now.get(key)
-    ]
-    if changed:
-        raise ValueError("\n".join(changed))
-
-
 def generators(device: torch.device) -> dict[str, Any]:
     """The states of Python's, numpy's and torch's global generators, as a tree."""
     name, keys, *rest = np.random.get_state(legacy=True)
@@ -241,14 +220,6 @@ def isolated_generators(device: torch.device) -> Iterator[None]:
         set_generators(before, device)
 
 
-def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in table.items():
-        nested = isinstance(value, Mapping)
-        flat |= _flat(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
-    return flat
-
-
 def _which(device: torch.device) -> tuple[torch.device, ...]:
     # There are several CUDA devices to choose from; torch.mps takes no such argument.
     return (device,) if device.type == "cuda" else ()
@@ -267,9 +238,12 @@ def _loaded(path: Path) -> dict[str, Any]:
         )
     for name, expected in files.items():
         _verify(path / name, expected)
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor | Shards] = {}
     for name in files:
-        if name.endswith(".safetensors"):
+        if name.startswith(f"{_SHARDS}/"):
+            with safe_open(path / name, framework="pt") as parts:
+                tensors |= {key: Shards(name=key, folder=path / _SHARDS) for key in parts.keys()}
+        elif name.endswith(".safetensors"):
             tensors |= load_file(path / name)
     try:
         return {name: _unpack(node, tensors) for name, node in _json(path, "tree.json").items()}
@@ -288,10 +262,11 @@ def _write(folder: Path, tree: Mapping[str, Any]) -> None:
         if tensors:
             _write_tensors(folder / f"{section}.safetensors", tensors)
     (folder / "tree.json").write_text(json.dumps(nodes))
-    files = {file.name: _fingerprint(file) for file in sorted(folder.iterdir())}
+    written = sorted(file for file in folder.rglob("*") if file.is_file())
+    files = {file.relative_to(folder).as_posix(): _fingerprint(file) for file in written}
     manifest = {"format": _FORMAT, "files": files}
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
-    for file in folder.iterdir():
+    for file in folder.rglob("*"):
         _sync(file)
     _sync(folder)
 
@@ -315,6 +290,8 @@ def _pack(
         if name == path:
             tensors[path] = value.detach().cpu().contiguous().clone()
         return ["tensor", name]
+    if isinstance(value, Shards):
+        return ["tensor", value.name]
     if isinstance(value, Mapping):
         pairs = [(key, _pack(item, f"{path}/{key}", tensors, names)) for key, item in value.items()]
         return ["dict", pairs]
@@ -326,7 +303,7 @@ def _pack(
     )
 
 
-def _unpack(node: Any, tensors: Mapping[str, Tensor]) -> Any:
+def _unpack(node: Any, tensors: Mapping[str, Tensor | Shards]) -> Any:
     if not isinstance(node, list):
         return node
     kind, content = node

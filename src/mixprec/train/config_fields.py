@@ -176,15 +176,18 @@ class CheckpointConfig(_Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistributedConfig(_Section):
-    """strategy: how several ranks hold the model: `ddp`, whole on each; None is that where torchrun
-    started several, else `none`.
+    """strategy: how several ranks hold the model: `ddp`, whole on each, or `fsdp`, in shards; None
+    is `ddp` where torchrun started several, else `none`.
 
     timeout: seconds that a rank waits for the others before it gives up with an error; what only
-    one of them does, such as writing a checkpoint, has to be done by then.
+    one of them does, such as writing a checkpoint, has to be done by then. gather: how `fsdp`
+    brings a weight's shards together: in `codes` of the recipe's format where that gives the same
+    numbers (`mixprec.gather_codes`), or as `parameters`.
     """
 
-    strategy: Literal["none", "ddp"] | None = None
+    strategy: Literal["none", "ddp", "fsdp"] | None = None
     timeout: Annotated[float, Field(gt=0, le=1e6)] = 1800.0
+    gather: Literal["codes", "parameters"] = "codes"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from mixprec.inspection.alarms import Alarm
 from mixprec.inspection.statistics import StepStatistics
 from mixprec.memory import state_bytes
 from mixprec.nn import Report
-from mixprec.train import checkpoint
+from mixprec.train import checkpoint, sharded_checkpoint
 from mixprec.train.alarms import RunAlarms
 from mixprec.train.config import Config, load, recipe_line, to_toml
 from mixprec.train.distributed import started
@@ -247,8 +247,8 @@ class _Run:
             return None
         folder = self.folder / _CHECKPOINTS
         spare = trainer.faults.way_back if trainer.faults.goes_back else None
-        return trainer.ranks.at_first(
-            lambda: checkpoint.save(folder, trainer.done, state, keep=keep, spare=spare)
+        return sharded_checkpoint.save(
+            trainer.ranks, folder, trainer.done, state, keep=keep, spare=spare
         )
 
     def _result(self, step_ms: list[float], seconds: float) -> dict[str, Any]:

@@ -18,7 +18,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mixprec.nn import distribute
+from mixprec.amp.autocast import DTYPES
+from mixprec.amp.setup import stays_wide
+from mixprec.nn import distribute, gather_codes
+from mixprec.nn.state import converted_layers
+from mixprec.recipes import Recipe
+from mixprec.train.config import Config
 from mixprec.train.distributed import Ranks
 
 
@@ -27,12 +32,13 @@ def reduces(ranks: Ranks) -> bool:
     return ranks.strategy == "fsdp" or ranks.size > 1
 
 
-def spread(model: nn.Module, ranks: Ranks) -> None:
+def spread(model: nn.Module, ranks: Ranks, recipe: Recipe) -> None:
     """Tell the layers that their rows are spread over the ranks; leave each its shards of `fsdp`.
 
-    Sharded parameters are DTensors afterwards, split along their first axis; a block of the model (a
-    child of its ModuleLists and Sequentials) is gathered for its forward and its backward pass and
-    let go again, the rest of the model as one.
+    Sharded parameters are DTensors afterwards, split along their first axis. A block of the model,
+    a child of its ModuleLists and Sequentials, is gathered for its forward and its backward pass
+    and let go again, the rest of the model as one. Parameters are of one type in each part: those
+    that the recipe leaves in another are parts of their own.
     """
     if ranks.size > 1:
         distribute(model)
@@ -41,16 +47,21 @@ def spread(model: nn.Module, ranks: Ranks) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    # of outputs changed in place, which no criterion does to what it is given
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
     # a rank that built another model than the first would train a mixture
     ranks.take_from_first([*model.parameters(), *model.buffers()])
     mesh = init_device_mesh(ranks.device.type, (ranks.size,))
-    dtypes = {parameter.dtype for parameter in model.parameters()}
-    wide = torch.float64 if dtypes == {torch.float64} else torch.float32
+    wide = torch.promote_types(DTYPES[recipe.parameters], torch.float32)
     policy = MixedPrecisionPolicy(reduce_dtype=wide, cast_forward_inputs=False)
-    for module in (*blocks(model), model):
+    apart = [module for module in model.modules() if stays_wide(module, recipe)]
+    for module in (*apart, *blocks(model), model):
         sharded = fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
+        # torch 2.13; before, a branch that only some ranks take leaves the others waiting
+        if hasattr(sharded, "set_reduce_scatter_unused_params"):
+            sharded.set_reduce_scatter_unused_params(True, recurse=False)
 
 
 def blocks(model: nn.Module) -> Iterator[nn.Module]:
@@ -74,8 +85,18 @@ def _outermost_lists(module: nn.Module) -> Iterator[nn.Module]:
         yield from _outermost_lists(child)
 
 
-def replicated(model: nn.Module, ranks: Ranks) -> nn.Module:
-    """What to call for a forward pass: the model, in DistributedDataParallel with several ranks."""
+def callable_of(model: nn.Module, ranks: Ranks, config: Config) -> nn.Module:
+    """What to call for a forward pass: the model, in DistributedDataParallel with several ranks.
+
+    A sharded model's weights are gathered in codes from now on, where the configuration and the
+    recipes allow it; compiled code gathers parameters.
+    """
+    is_eager = config.train.compile is False
+    if ranks.strategy == "fsdp" and config.distributed.gather == "codes" and is_eager:
+        if next(converted_layers(model), None) is not None:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", category=UserWarning)
+                gather_codes(model)
     if ranks.strategy != "ddp" or ranks.size == 1:
         return model
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -107,6 +128,12 @@ def gradients_later(forward: Callable[..., Any]) -> Any:
     if isinstance(forward, DistributedDataParallel):
         return forward.no_sync()
     return nullcontext()
+
+
+def mesh_of(model: nn.Module) -> Any:
+    """The device mesh that a model's parameters are in shards on; None where they are whole."""
+    meshes = (getattr(parameter, "device_mesh", None) for parameter in model.parameters())
+    return next((mesh for mesh in meshes if mesh is not None), None)
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -29,12 +29,15 @@ from mixprec.recipes import DYNAMIC
 from mixprec.train import checkpoint, optimizers, parallel
 from mixprec.train.clipping import clip
 from mixprec.train.config import Config, to_dict
+from mixprec.train.conversion import converted
 from mixprec.train.distributed import Ranks, pick_device
 from mixprec.train.faults import FaultPolicy, NonFiniteError, first_fault
 from mixprec.train.feed import Feed, dataset_of, in_order, num_workers
 from mixprec.train.models import build_model
-from mixprec.train.recipe_choice import by_layer, step_recipe
+from mixprec.train.recipe_choice import step_recipe
 from mixprec.train.records import Evaluation, StepRecord
+from mixprec.train.same_run import require_same_run
+from mixprec.train.sharded_checkpoint import assembled, placed
 from mixprec.train.splits import Batch, Dataset, Items
 
 
@@ -74,7 +77,7 @@ class Trainer:
         model, self.criterion = build_model(config.model, config.model_options)
         self.model = model.to(self.device)
         self.report = converted(self.model, config)
-        parallel.spread(self.model, self.ranks)
+        parallel.spread(self.model, self.ranks, self.recipe)
         optimizers.rehearse(config.optimizer, self.device)
         optimizer = optimizers.make(config.optimizer, self.model.named_parameters())
         self.optimizer = with_update(
@@ -94,7 +97,7 @@ class Trainer:
         )
         layers.attach(self.model, self.optimizer)
         self._forward = self._compiled(
-            parallel.replicated(self.model, self.ranks), config.train.compile
+            parallel.callable_of(self.model, self.ranks, config), config.train.compile
         )
         self.done = 0
         self.loss = math.nan
@@ -258,13 +261,15 @@ class Trainer:
         for name, parameter in self.model.named_parameters():
             if not parameter.isfinite().all():
                 raise NonFiniteError(self.done, "a parameter", f"parameter {name}")
+        generators, *others = self.ranks.gathered(checkpoint.generators(self.device))
         return {
             "model": self.model.state_dict(),
             "numerics": layers.state_dict(self.model),
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self._scheduler.state_dict(),
             "scaler": self.scaler.state_dict(),
-            "generators": checkpoint.generators(self.device),
+            "generators": generators,
+            "other_generators": others,
             # the order of the data follows from the step
             "position": {"step": self.done, "loss": self.loss},
             "faults": self.faults.state_dict(),
@@ -284,22 +289,26 @@ class Trainer:
         """
         with checkpoint.understood():
             config, done = dict(state["config"]), operator.index(state["position"]["step"])
-        checkpoint.require_same_run(config, to_dict(self.config))
+        require_same_run(config, to_dict(self.config))
         self._require_steps(done)
         with checkpoint.understood():
-            self._take_over(state)
+            self._take_over(assembled(state, parallel.mesh_of(self.model)))
         self.done = done
         if self.watcher:
             self.watcher.restart(done)
 
     def _take_over(self, state: Mapping[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])
+        self.model.load_state_dict(placed(state["model"], self.model.state_dict()))
         layers.load_state_dict(self.model, state["numerics"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self.optimizer.load_state_dict(placed(state["optimizer"], dict(enumerate(parameters))))
         self._scheduler.load_state_dict(state["scheduler"])
         if self.scaler.is_enabled() and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
-        checkpoint.set_generators(state["generators"], self.device)
+        generators = [state["generators"], *state.get("other_generators", [])]
+        # on more ranks than before the new ones have those that the step seeds
+        own = generators[self.ranks.rank if self.ranks.rank < len(generators) else 0]
+        checkpoint.set_generators(own, self.device)
         self.loss = float(state["position"]["loss"])
         # a checkpoint of before there were policies has no counts
         self.faults.load_state_dict(state.get("faults", {}))
@@ -380,19 +389,3 @@ class Trainer:
         if self.scaler.is_enabled():
             return self.scaler.clip_grad_norm_(self.optimizer, largest).item()
         return clip(self.model.named_parameters(), largest, self.done + 1)
-
-
-def converted(model: nn.Module, config: Config) -> layers.Report:
-    """Convert a model in place as a configuration asks; what was done."""
-    options = config.convert
-    return layers.convert(
-        model,
-        by_layer(model, config.recipe, config.base, options.keep_first, options.keep_last_share),
-        skip=options.skip,
-        include=options.include,
-        multiple_of=options.multiple_of,
-        keep_last=options.keep_last,
-        impl=options.impl,
-        seed=config.train.seed,
-        cache_weights=options.cache_weights,
-    )

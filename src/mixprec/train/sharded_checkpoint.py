@@ -1,0 +1,196 @@
+"""Checkpoints of several ranks: what is in shards is written and read by all of them at once.
+
+    step_00000120/
+      ...                   as `mixprec.train.checkpoint` has it; of a tensor in shards the name
+      shards/               its parts: safetensors files, one a rank
+
+The shards are torch.distributed.checkpoint's, without pickle, and are read by any number of ranks:
+each takes what its own shards overlap, one process all of it. The first rank writes all else, lists
+the shards with their sizes and SHA-256 too, and gives the whole its name after every rank is done.
+All ranks see the same folder. Which checkpoint is whole is decided by the first rank for all.
+
+Source: torch.distributed.checkpoint's HuggingFaceStorageWriter and HuggingFaceStorageReader.
+"""
+
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mixprec.train import checkpoint
+from mixprec.train.checkpoint import CheckpointError, Shards
+from mixprec.train.distributed import Ranks
+
+_BESIDE = ".shards_of_"
+
+
+def save(
+    ranks: Ranks,
+    folder: Path,
+    step: int,
+    tree: Mapping[str, Any],
+    *,
+    keep: int,
+    spare: int | None = None,
+) -> Path:
+    """`checkpoint.save` by all ranks, each with its own shards in the tree.
+
+    Raises: OSError: A rank cannot write, on every rank; the checkpoints before it are kept.
+    """
+    shards: dict[str, Tensor] = {}
+    plain = {name: _without_shards(value, name, shards) for name, value in tree.items()}
+    beside = folder / f"{_BESIDE}{step:08d}" if shards else None
+    if beside is not None:
+        ranks.at_first(lambda: _clear(folder))
+        _write(beside, shards)
+    return ranks.at_first(
+        lambda: checkpoint.save(folder, step, plain, keep=keep, spare=spare, shards=beside)
+    )
+
+
+def assembled(tree: Mapping[str, Any], mesh: Any) -> dict[str, Any]:
+    """What `checkpoint.load` gave, with the tensors that it left in their shards.
+
+    Args:
+        tree: Equal on all ranks.
+        mesh: The device mesh whose ranks take a shard each, along the first axis; None for whole
+            tensors, on the CPU.
+
+    Raises: CheckpointError: A shard cannot be read.
+    """
+    found = {leaf.name: leaf for leaf in _leaves(tree)}
+    if not found:
+        return dict(tree)
+    from torch.distributed import checkpoint as torch_checkpoint
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor import empty as sharded
+
+    (folder,) = {leaf.folder for leaf in found.values()}
+    assert folder is not None  # from a checkpoint
+    with _quiet():
+        reader = torch_checkpoint.HuggingFaceStorageReader(str(folder))
+        known: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
+    tensors: dict[str, Any] = {}
+    for name in found:
+        size, dtype = known[name].size, known[name].properties.dtype
+        if mesh is None:
+            tensors[name] = torch.empty(size, dtype=dtype)
+        else:
+            tensors[name] = sharded(size, dtype=dtype, device_mesh=mesh, placements=[Shard(0)])
+    try:
+        with _quiet():
+            torch_checkpoint.load(tensors, storage_reader=reader, no_dist=mesh is None)
+    except torch_checkpoint.CheckpointException as error:
+        raise CheckpointError(
+            f"checkpoint: got {folder.parent}; its shards cannot be read ({_cause(error)}); choose "
+            "another"
+        ) from error
+    return {name: _filled(value, tensors) for name, value in tree.items()}
+
+
+def placed(state: Mapping[Any, Any], held: Mapping[Any, Tensor]) -> dict[Any, Any]:
+    """A state with each tensor as what it belongs to is held: whole, or this rank's shard of it.
+
+    Args:
+        state: Of a model by name; or of an optimizer, nested, by its parameters' numbers.
+        held: The tensors of the same keys. What has another shape than its own is left alone, as
+            are counts of steps.
+    """
+    return {
+        key: _placed_like(value, held[key])
+        if key in held
+        else placed(value, held)
+        if isinstance(value, Mapping)
+        else value
+        for key, value in state.items()
+    }
+
+
+def _placed_like(value: Any, held: Tensor) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _placed_like(entry, held) for key, entry in value.items()}
+    mesh = getattr(held, "device_mesh", None)
+    if mesh is None or not isinstance(value, Tensor) or value.shape != held.shape:
+        return value
+    if hasattr(value, "device_mesh"):
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    # every rank has all of it: nothing is sent
+    placements = held.placements  # type: ignore[attr-defined]
+    return distribute_tensor(value.to(held.device), mesh, placements, src_data_rank=None)
+
+
+def _clear(folder: Path) -> None:
+    for leftover in folder.glob(f"{_BESIDE}*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _write(folder: Path, shards: dict[str, Tensor]) -> None:
+    from torch.distributed import checkpoint as torch_checkpoint
+
+    writer = torch_checkpoint.HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    try:
+        with _quiet():
+            torch_checkpoint.save(shards, storage_writer=writer)
+    except torch_checkpoint.CheckpointException as error:
+        raise OSError(
+            f"checkpoint: got {folder.parent}; its shards cannot be written ({_cause(error)}); "
+            "those before it are kept; make room, or give another folder"
+        ) from error
+
+
+def _cause(error: Any) -> str:
+    """The first rank's failure, in a line."""
+    failures = [failure for failure, _ in error.failures.values()]
+    return (str(failures[0]).splitlines() or [type(failures[0]).__name__])[0]
+
+
+def _without_shards(value: Any, path: str, shards: dict[str, Tensor]) -> Any:
+    """The tree with a name for each tensor of which this rank has a part; these by their names."""
+    if hasattr(value, "device_mesh"):
+        shards[path] = value.detach()
+        return Shards(name=path)
+    if isinstance(value, Mapping):
+        return {
+            key: _without_shards(entry, f"{path}/{key}", shards) for key, entry in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return type(value)(
+            _without_shards(entry, f"{path}/{place}", shards) for place, entry in enumerate(value)
+        )
+    return value
+
+
+def _leaves(value: Any) -> Iterator[Shards]:
+    if isinstance(value, Shards):
+        yield value
+    elif isinstance(value, Mapping):
+        for entry in value.values():
+            yield from _leaves(entry)
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            yield from _leaves(entry)
+
+
+def _filled(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(value, Shards):
+        return tensors[value.name]
+    if isinstance(value, Mapping):
+        return {key: _filled(entry, tensors) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_filled(entry, tensors) for entry in value)
+    return value
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch tells of its own deprecations, and that one process alone reads or writes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
