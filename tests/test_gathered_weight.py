@@ -32,6 +32,9 @@ class Source:
         state = self._layer.delayed_states()[state_position(recipe, position)]
         return quantize(x if position == W_OUTPUT else x.t(), spec, state=state)
 
+    def decoded(self) -> Tensor:
+        return self.operand(W_OUTPUT).dequantize()
+
     def high_precision(self) -> Tensor:
         return self._weight
 
@@ -105,6 +108,14 @@ def test_anything_else_is_refused(read: Callable[[Tensor], Any]) -> None:
     weight = with_gathered_weight(layer("fp8_rowwise")).weight
     with torch.no_grad(), pytest.raises(ValueError, match="where they are sharded"):
         read(weight)
+
+
+def test_it_is_finite_where_its_codes_are() -> None:
+    net = layer("fp8_rowwise")
+    with torch.no_grad():
+        net.weight[2, 3] = torch.nan
+    found = with_gathered_weight(net).weight.isfinite()
+    assert torch.equal(found, torch.arange(N)[:, None].expand(N, K) != 2)
 
 
 def test_high_precision_is_that_of_the_source() -> None:

@@ -29,6 +29,9 @@ class WeightSource(Protocol):
     def operand(self, position: int) -> QuantizedTensor:
         """The weight as the operand at this position of ``Recipe.specs``."""
 
+    def decoded(self) -> Tensor:
+        """The weight as the codes that are here have it; asks no other rank."""
+
     def high_precision(self) -> Tensor:
         """The weight itself; all ranks have to ask."""
 
@@ -78,6 +81,10 @@ class GatheredWeight(Tensor):
             "products; read weights outside of forward and backward, where they are sharded, or "
             "shard the model without mixprec.gather_codes"
         )
+
+    def isfinite(self) -> Tensor:
+        """Where it is neither infinite nor NaN, as far as its codes tell."""
+        return self.source.decoded().isfinite()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"GatheredWeight(shape={tuple(self.shape)}, dtype={self.dtype})"

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import mixprec
 from mixprec.linear_products import W_GRAD_INPUT, W_OUTPUT, state_position
 from mixprec.nn import GatherReport, QuantizedLinear, count_gathers, gather_codes
+from mixprec.train.faults import first_fault
 from mixprec.train.transformers import Block
 
 pytestmark = [
@@ -231,6 +232,16 @@ def watched(rank: int) -> Outcome:
     return {"same": found[0] == found[1]}
 
 
+def faults(rank: int) -> Outcome:
+    """A NaN among the rows of one rank is found by all."""
+    net = sharded(network("fp8_rowwise"))
+    if rank == 1:
+        with torch.no_grad():
+            net[1].second.weight.to_local()[0, 2] = torch.nan
+    gather_codes(net)
+    return {"found": first_fault(net, batch(rank, 0), net)}
+
+
 def refusals(rank: int) -> Outcome:
     def message(function: Callable[[], Any]) -> str:
         try:
@@ -266,6 +277,7 @@ JOBS: dict[int, tuple[Job, ...]] = {
         reports,
         traffic,
         watched,
+        faults,
         refusals,
     ),
     # some of which have no rows of some weights
@@ -349,6 +361,10 @@ def test_a_quarter_of_the_bytes_of_fp32_and_half_of_those_of_bf16(on_two: Result
 
 def test_watching_gathers_what_it_compares_with(on_two: Results) -> None:
     assert all(found["same"] for found in on_two(watched))
+
+
+def test_weight_that_is_not_finite_is_named_by_all_ranks(on_two: Results) -> None:
+    assert [found["found"] for found in on_two(faults)] == ["parameter 1.second.weight"] * 2
 
 
 def test_refusals_name_the_way_out(on_two: Results) -> None:

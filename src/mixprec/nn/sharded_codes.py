@@ -201,6 +201,13 @@ class ShardedCodes:
         )
         return operand.t() if is_again and not index else operand
 
+    def decoded(self) -> Tensor:
+        """The weight as the codes that are here have it."""
+        assert self._held is not None
+        is_backward = self._held[0] > 0
+        values = self.operand(W_GRAD_INPUT if is_backward else W_OUTPUT).dequantize()
+        return values.t() if is_backward else values
+
     def high_precision(self) -> Tensor:
         """The weight as FSDP2 would gather it without codes."""
         with torch.no_grad():
