@@ -14,7 +14,8 @@ def gradient_cases(*choices: Sequence[Any]) -> list[Any]:
     """Combinations of the choices with a dtype, and whether a check of one direction is enough.
 
     Each day: one random direction for all combinations in float64 and for the first in complex128.
-    All directions of both dtypes, and second derivatives of complex ones, take long: slow.
+    All directions of both dtypes, and second derivatives of complex ones, take long: slow. Of
+    those, in solves and factors, one direction is enough: all of them take minutes.
     """
     combinations = list(itertools.product(*choices))
     everyday = [(*case, torch.float64, True) for case in combinations]
