@@ -35,6 +35,7 @@ def code_bits(fmt: FloatFormat) -> int:
     return (1 if fmt.signed else 0) + fmt.exponent + fmt.mantissa
 
 
+@lru_cache
 def unit(fmt: FloatFormat) -> Fraction:
     """The smallest positive number, of which all others are multiples."""
     return Fraction(2) ** ((1 if fmt.signed else 0) - exponent_bias(fmt) - fmt.mantissa)
@@ -55,6 +56,7 @@ def magnitude(fmt: FloatFormat, code: int) -> int:
     return fraction if field == 0 else (fraction + (1 << fmt.mantissa)) << (field - 1)
 
 
+@lru_cache(maxsize=1 << 16)
 def code_value(fmt: FloatFormat, code: int) -> float:
     """What a code stands for."""
     half = 1 << (fmt.exponent + fmt.mantissa)
@@ -85,11 +87,13 @@ def code_below(fmt: FloatFormat, size: float) -> tuple[int, Fraction]:
 
 def goes_up(mode: str, code: int, part: Fraction, draw: int) -> bool:
     """Whether a number that lies ``part`` of the way above ``code`` becomes the next code."""
+    # by integers: fractions are reduced each time
     if mode == "stochastic":
-        return Fraction(draw, DRAWS) < part
-    if mode == "toward_zero" or part < Fraction(1, 2):
+        return draw * part.denominator < DRAWS * part.numerator
+    twice = 2 * part.numerator
+    if mode == "toward_zero" or twice < part.denominator:
         return False
-    return part > Fraction(1, 2) or mode == "nearest_away" or code % 2 == 1
+    return twice > part.denominator or mode == "nearest_away" or code % 2 == 1
 
 
 def round_fraction(
