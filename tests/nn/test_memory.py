@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import subprocess
 import sys
@@ -95,21 +96,24 @@ print(resident() - before - y.nbytes)
 """
 
 
+@functools.cache
+def grown(recipe: str) -> int:
+    """Bytes that the stack keeps in a process of its own."""
+    # glibc keeps freed blocks unless each has a mapping of its own
+    run = subprocess.run(
+        [sys.executable, "-c", STACK, recipe],
+        env={"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return int(run.stdout)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
 @pytest.mark.parametrize("recipe", ["fp8_tensorwise", "fp8_delayed", "fp8_rowwise"])
 def test_process_memory_confirms_what_a_deep_stack_saves(recipe: str) -> None:
-    def grown(name: str) -> int:
-        # glibc keeps freed blocks unless each has a mapping of its own
-        run = subprocess.run(
-            [sys.executable, "-c", STACK, name],
-            env={"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        return int(run.stdout)
-
     kept = grown("fp32")
     # 47 inner activations of 16 MiB; x itself was there before
     assert kept > 47 * 16 * 2**20
