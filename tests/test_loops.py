@@ -21,6 +21,7 @@ from mixprec.hadamard import hadamard
 from mixprec.noise import Noise
 from mixprec.quantization import QuantizedTensor, QuantSpec, can_be_decoded, quantize
 from mixprec.recipes import RECIPES
+from mixprec.scale_rules import RULE_FORMATS, SCALE_RULES, make_scales
 from mixprec.scaling import block_amax, times_blocks
 
 _ROW = QuantSpec(format=FORMATS["e4m3"], block=(1, -1), scale_rule="pow2")
@@ -71,14 +72,17 @@ def with_and_without(make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -
         served.append(1)
         run(*arguments)
 
-    monkeypatch.setattr(loops, "SMALLEST", 1)
-    monkeypatch.setattr(loops, "_run", counted)
-    mine = make()
-    assert served
-    monkeypatch.setattr(loops, "SMALLEST", sys.maxsize)
-    served.clear()
-    want = make()
-    assert not served
+    loops._loop("block_amax")
+    with monkeypatch.context() as patch:
+        patch.setattr(loops, "SMALLEST", 1)
+        patch.setattr(loops, "_run", counted)
+        mine = make()
+        assert served
+        served.clear()
+        patch.setattr(loops, "SMALLEST", sys.maxsize)
+        patch.setattr(loops, "serves_blocks", lambda per_block: False)
+        want = make()
+        assert not served
     return mine, want
 
 
@@ -159,6 +163,27 @@ def test_block_amax(
             mine, want = with_and_without(lambda x=x: block_amax(x, block), monkeypatch)
         assert torch.equal(mine.nan_to_num(nan=-1.0), want.nan_to_num(nan=-1.0))
         assert not (mine.view(torch.int32) < 0).any()
+
+
+@TURNED
+@pytest.mark.parametrize("rule", SCALE_RULES)
+def test_scales(rule: str, is_turned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    fmt = FORMATS[RULE_FORMATS.get(rule, ("e4m3",))[0]]
+    powers = torch.arange(-149, 128).double().exp2().float()
+    near = [powers.nextafter(powers.new_full((), side)) for side in (0.0, math.inf)]
+    sixths = (powers.double() * fmt.max / 4).clamp(max=torch.finfo(torch.float32).max).float()
+    amax = torch.stack((powers, *near, sixths))
+    amax[0, :3] = torch.tensor([0.0, math.inf, math.nan])
+    amax = amax.t().contiguous().t() if is_turned else amax
+
+    monkeypatch.setattr(loops, "serves_blocks", lambda per_block: True)
+    mine = make_scales(amax, rule, fmt)
+    monkeypatch.setattr(loops, "serves_blocks", lambda per_block: False)
+    want = make_scales(amax, rule, fmt)
+    for a, b in zip(mine, want, strict=True):
+        assert_same_bits(a, b)
+    signs = [scales.encode.view(torch.int32) < 0 for scales in (mine, want)]
+    assert torch.equal(*signs)
 
 
 @TURNED

@@ -20,6 +20,8 @@ from numba import njit
 
 Array = np.ndarray[Any, Any]
 MAGNITUDE = 0x7FFFFFFF
+_LARGEST = float(np.finfo(np.float32).max)
+_WITHOUT_MANTISSA = -(1 << 52)
 _FLIPPED = (3, 5, 6, 7, 8, 9, 10, 12, 14, 15)
 
 
@@ -161,16 +163,16 @@ def _butterfly(x: Array, first: int, stride: int) -> None:
 @compiled
 def e8m0_scales(
     amax: Array,
+    encode: Array,
+    codes: Array,
     factor: float,
     addend: int,
     shift: int,
     lowest: int,
-    codes: Array,
-    encode: Array,
     at_once: int,
     part: int,
 ) -> None:
-    """Codes, uint8, and encoding factors of amaxes, all in a row; a part is so many of them."""
+    """Encoding factors, and codes in uint8, of amaxes, all in a row; a part is so many of them."""
     for i in range(part * at_once, min((part + 1) * at_once, len(amax))):
         bits = bits_of(np.float32(amax[i] * np.float32(factor)))
         code = np.int32((np.int32(bits + addend) >> 23) - shift)
@@ -181,3 +183,33 @@ def e8m0_scales(
         power = np.int32(1 << 22 if code == 254 else power)
         codes[i] = code
         encode[i] = value_of(np.int32(0x7FC00000 if code == 255 else power))
+
+
+@compiled
+def real_scales(
+    amax: Array,
+    encode: Array,
+    scale: Array,
+    largest: float,
+    is_power: bool,
+    at_once: int,
+    part: int,
+) -> None:
+    """Encoding factors and their reciprocals, float32; otherwise as ``e8m0_scales``."""
+    for i in range(part * at_once, min((part + 1) * at_once, len(amax))):
+        wide = np.float64(amax[i])
+        # wide - wide is 0, or NaN where amax is not finite
+        factor = ((wide - wide) + largest) / wide
+        factor = np.float64(_LARGEST if factor > _LARGEST else factor)
+        found = np.float32(factor)
+        if is_power and found == found:
+            found = np.float32(_power_below(found))
+        found = np.float32(1.0 if wide == 0 else found)
+        encode[i] = found
+        scale[i] = np.float32(1.0 / np.float64(found))
+
+
+@part_of_loop
+def _power_below(value: Any) -> Any:
+    bits = np.float64(value).view(np.int64)
+    return np.int64(bits & _WITHOUT_MANTISSA).view(np.float64)

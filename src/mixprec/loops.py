@@ -8,6 +8,7 @@ keeps the machine code for later processes. Without numba, and for tensors that 
 from __future__ import annotations
 
 import ctypes
+import sys
 import warnings
 from collections import deque
 from collections.abc import Callable
@@ -26,21 +27,28 @@ _WORTH_A_THREAD = 1 << 15
 _PARTS_A_THREAD = 4
 
 
-def serves(x: Tensor, block: int = 1) -> bool:
+def serves(x: Tensor) -> bool:
     """Whether the loops here take x: a large float32 matrix in plain memory, rows or columns whole.
-
-    Of a tensor with a number for so many elements, whether they take that.
 
     The first time that only numba is missing a warning says so.
     """
+    return _is_plain(x) and x.numel() >= SMALLEST and _is_available()
+
+
+def serves_blocks(per_block: Tensor) -> bool:
+    """Whether they take a matrix of a number a block: of any size, once they are in use."""
+    return "mixprec.compiled_loops" in sys.modules and _is_plain(per_block)
+
+
+def _is_plain(x: Tensor) -> bool:
     if torch.compiler.is_compiling() or type(x) is not Tensor or x.device.type != "cpu":
         return False
-    is_matrix = x.dtype == torch.float32 and x.ndim == 2 and x.numel() * block >= SMALLEST
-    if not is_matrix or not (x.is_contiguous() or x.t().is_contiguous()) or x.is_neg():
+    is_matrix = x.dtype == torch.float32 and x.ndim == 2 and x.numel() > 0 and not x.is_neg()
+    if not is_matrix or not (x.is_contiguous() or x.t().is_contiguous()):
         return False
     # what looks on, or stands for other tensors, sees operations of torch only
     is_watched = torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active()
-    return not is_watched and _is_available()
+    return not is_watched
 
 
 def reason() -> str | None:
@@ -84,13 +92,23 @@ def block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def e8m0_scales(amax: Tensor, rule: tuple[float, int, int, int]) -> tuple[Tensor, Tensor]:
-    """Factors and codes of ``scale_rules`` for amaxes, by a ``PowerOfTwo``."""
+    """Encoding factors of amaxes, and their codes, by ``scale_rules.PowerOfTwo``."""
+    return _scales("e8m0_scales", amax, rule, torch.uint8)
+
+
+def real_scales(amax: Tensor, largest: float, is_power: bool) -> tuple[Tensor, Tensor]:
+    """Encoding factors of amaxes, and their reciprocals, as ``scale_rules`` has them."""
+    return _scales("real_scales", amax, (float(largest), is_power), torch.float32)
+
+
+def _scales(
+    name: str, amax: Tensor, rule: tuple[Any, ...], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     memory, is_turned = _in_order_of_memory(amax)
-    codes, encode = torch.empty_like(memory, dtype=torch.uint8), torch.empty_like(memory)
-    arrays = [x.view(-1).numpy() for x in (memory, codes, encode)]
-    arguments = (arrays[0], *rule, *arrays[1:])
-    _run_over(_loop("e8m0_scales"), arguments, amax.numel(), _num_parts(amax))
-    return (encode.t(), codes.t()) if is_turned else (encode, codes)
+    encode, scale = torch.empty_like(memory), torch.empty_like(memory, dtype=dtype)
+    arrays = [x.view(-1).numpy() for x in (memory, encode, scale)]
+    _run_over(_loop(name), (*arrays, *rule), amax.numel(), _num_parts(amax))
+    return (encode.t(), scale.t()) if is_turned else (encode, scale)
 
 
 def hadamard(x: Tensor) -> Tensor:

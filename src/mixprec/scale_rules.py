@@ -47,15 +47,20 @@ class Scales(NamedTuple):
 
 
 def _real(amax: Tensor, fmt: FloatFormat) -> Scales:
+    if loops.serves_blocks(amax):
+        return Scales(*loops.real_scales(amax, fmt.max, is_power=False))
     return _with_reciprocal(amax, _real_encode(amax, fmt))
 
 
 def _real_encode(amax: Tensor, fmt: FloatFormat) -> Tensor:
+    amax = amax.to(torch.float64)
     # amax - amax is 0, or NaN where amax is not finite
     return ((amax - amax + fmt.max) / amax).clamp_(max=_FLT_MAX).to(torch.float32)
 
 
 def _pow2(amax: Tensor, fmt: FloatFormat) -> Scales:
+    if loops.serves_blocks(amax):
+        return Scales(*loops.real_scales(amax, fmt.max, is_power=True))
     # clearing the mantissa of NaN gives inf, so NaN is added again
     encode = _real_encode(amax, fmt)
     bits = encode.to(torch.float64).view(torch.int64)
@@ -75,7 +80,6 @@ _E8M0_VALUES = decode(_ALL_CODES, _E8M0)
 # 2^(127 - code); the last code is NaN
 _E8M0_ENCODE = torch.cat((_E8M0_VALUES[:-1].flip(0), _E8M0_VALUES[-1:]))
 _E8M0_NAN, _E8M0_LAST = 255, 254
-_ELEMENTS_A_BLOCK = 32
 
 
 def _is_nonfinite(amax: Tensor) -> Tensor:
@@ -132,7 +136,7 @@ def _ceil(fmt: FloatFormat) -> PowerOfTwo:
 def _e8m0(amax: Tensor, fmt: FloatFormat, power: Callable[[FloatFormat], PowerOfTwo]) -> Scales:
     """Scales that are powers of two; a block with NaN or inf has the code of NaN."""
     rule = power(fmt)
-    if loops.serves(amax, _ELEMENTS_A_BLOCK):
+    if loops.serves_blocks(amax):
         return Scales(*loops.e8m0_scales(amax, rule))
     # the product of two float32 is exact in float64, so that it is rounded once
     bits = (amax.to(torch.float64) * rule.factor).to(torch.float32).view(torch.int32)
@@ -214,7 +218,7 @@ class ScaleRule(NamedTuple):
     is_exact: bool
     exceeds: bool = False
     mantissa: int = 0
-    amax_dtype: torch.dtype | None = torch.float64
+    amax_dtype: torch.dtype | None = None
     is_of_tensor: bool = False
 
 
@@ -224,7 +228,7 @@ def _as_kept(scale: Tensor) -> Tensor:
 
 def _power_of_two(power: Callable[[FloatFormat], PowerOfTwo], exceeds: bool = False) -> ScaleRule:
     make = partial(_e8m0, power=power)
-    return ScaleRule(make, _e8m0_scale, is_exact=True, exceeds=exceeds, amax_dtype=None)
+    return ScaleRule(make, _e8m0_scale, is_exact=True, exceeds=exceeds)
 
 
 SCALE_RULES: Mapping[str, ScaleRule] = MappingProxyType(
