@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mixprec import loops, scaling
 from mixprec.formats import FORMATS
+from mixprec.gemm.impl import emulated
 from mixprec.hadamard import hadamard
 from mixprec.noise import Noise
 from mixprec.quantization import QuantizedTensor, QuantSpec, can_be_decoded, quantize
@@ -196,6 +197,17 @@ def test_hadamard(is_turned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         assert_same_bits(mine, want)
 
 
+def test_sums_times_scales_of_rows_and_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = difficult(300, 64), difficult(280, 64)
+    operands = [quantize(x, replace(_ROW, scale_rule="real")) for x in (a, b)]
+    for pair in (operands, [operands[0][:1], operands[1]], [operands[0], operands[1][:1]]):
+        made = with_and_without(
+            lambda pair=pair: emulated.matmul(*pair, bias=None, out_dtype=torch.float32),
+            monkeypatch,
+        )
+        assert_same_bits(*made)
+
+
 @TURNED
 def test_draws_where_an_index_passes_32_bits(
     is_turned: bool, monkeypatch: pytest.MonkeyPatch
@@ -253,6 +265,19 @@ def test_several_callers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         for found in pool.map(parts, [x] * 9):
             for mine, theirs in zip(found, want, strict=True):
                 assert_same(mine, theirs)
+
+
+@pytest.mark.parametrize("signatures", [[], ["compiled"]])
+def test_each_part_is_done_once(signatures: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[int] = []
+
+    def loop(name: str, part: int) -> None:
+        done.append(part)
+
+    loop.signatures = signatures
+    with threads(2, monkeypatch):
+        loops._run(loop, ("some",), 50)
+    assert sorted(done) == list(range(50))
 
 
 def test_work_left_undone_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

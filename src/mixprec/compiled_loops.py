@@ -213,3 +213,14 @@ def real_scales(
 def _power_below(value: Any) -> Any:
     bits = np.float64(value).view(np.int64)
     return np.int64(bits & _WITHOUT_MANTISSA).view(np.float64)
+
+
+@compiled
+def times_rows_and_columns(
+    x: Array, rows: Array, columns: Array, rows_at_once: int, part: int
+) -> None:
+    """(x * rows) * columns in place, float32; a part is so many rows."""
+    for i in range(part * rows_at_once, min((part + 1) * rows_at_once, len(x))):
+        factor = rows[i]
+        for j in range(x.shape[1]):
+            x[i, j] = np.float32(x[i, j] * factor) * columns[j]

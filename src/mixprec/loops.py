@@ -80,10 +80,10 @@ def block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
     shape = [-(-length // size) for length, size in zip(memory.shape, sizes, strict=True)]
     out = torch.zeros(shape, dtype=torch.int32)
     parts = _num_parts(x)
-    # blocks as long as the matrix leave only the other axis to divide
-    at_once = [-(-count // parts) if count >= parts else count for count in shape]
-    if at_once[0] < shape[0]:
-        at_once[1] = shape[1]
+    at_once = [-(-shape[0] // parts), shape[1]]
+    if shape[0] < parts:
+        # blocks as long as the matrix leave the other axis to divide, by whole lines of the cache
+        at_once = [shape[0], max(1, -(-shape[1] * _PARTS_A_THREAD // parts // 16) * 16)]
     arrays = memory.view(torch.int32).numpy(), sizes, out.numpy(), *at_once
     counts = [-(-count // step) for count, step in zip(shape, at_once, strict=True)]
     _run(_loop("block_amax"), arrays, counts[0] * counts[1])
@@ -109,6 +109,12 @@ def _scales(
     arrays = [x.view(-1).numpy() for x in (memory, encode, scale)]
     _run_over(_loop(name), (*arrays, *rule), amax.numel(), _num_parts(amax))
     return (encode.t(), scale.t()) if is_turned else (encode, scale)
+
+
+def times_rows_and_columns(x: Tensor, rows: Tensor, columns: Tensor) -> None:
+    """x times factors [rows, 1], then times factors [1, columns], in place, for a contiguous x."""
+    arrays = x.numpy(), rows.reshape(-1).numpy(), columns.reshape(-1).numpy()
+    _run_over(_loop("times_rows_and_columns"), arrays, len(x), _num_parts(x))
 
 
 def hadamard(x: Tensor) -> Tensor:
@@ -240,11 +246,12 @@ def _run(loop: Callable[..., None], arguments: tuple[Any, ...], parts: int) -> N
             call(part)
         return
     done: deque[None] = deque()
-    # without a line of Python in it, so that no signal's handler runs and raises in there
-    work = ctypes.CFUNCTYPE(None)(partial(done.extend, map(call, iter(range(parts)))))
+    todo = iter(range(parts))
     if not loop.signatures:  # type: ignore[attr-defined]
         # compiled before, since an error would be lost there
-        call(0)
+        done.append(call(next(todo)))
+    # without a line of Python in it, so that no signal's handler runs and raises in there
+    work = ctypes.CFUNCTYPE(None)(partial(done.extend, map(call, todo)))
     team(work, None, torch.get_num_threads(), 0)
     if len(done) != parts:
         raise RuntimeError(

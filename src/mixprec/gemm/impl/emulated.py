@@ -17,6 +17,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from mixprec import loops
 from mixprec.codes import decode_pairs, decode_unscaled
 from mixprec.gemm.accumulation import FP32, MODELS, Accumulate
 from mixprec.gemm.native import add_bias_and_round
@@ -100,6 +101,10 @@ def _matmul_scaled(
         scales = [scale for scale in scales if scale.numel() > 1]
     else:
         out = a_values @ b_values.t()
+    is_of_both = [scale.numel() for scale in scales] == list(out.shape)
+    if is_of_both and loops.serves(out) and out.is_contiguous():
+        loops.times_rows_and_columns(out, *scales)
+        return out
     for scale in scales:
         out.mul_(scale)
     return out
