@@ -16,9 +16,16 @@ STEPS, TAIL = 150, 15
 # by the bits of the narrowest operand; those of 4 keep the first and the last layers in bf16
 MARGIN = {8: 0.02, 4: 0.08}
 KEPT = ("convert.keep_first=1", "convert.keep_last_share=0.15")
-TENSORS_AND_ROWS = ["fp8_tensorwise", "fp8_delayed", "fp8_rowwise", "fp8_rowwise_hp_grad_weight"]
-BLOCKS = ["fp8_blockwise", "mxfp8", "mxfp4", "nvfp4"]
-COMPARED = TENSORS_AND_ROWS + BLOCKS
+COMPARED = [
+    "fp8_tensorwise",
+    "fp8_delayed",
+    "fp8_rowwise",
+    "fp8_rowwise_hp_grad_weight",
+    "fp8_blockwise",
+    "mxfp8",
+    "mxfp4",
+    "nvfp4",
+]
 
 VIT = (
     "model=vit",
