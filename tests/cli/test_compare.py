@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from train.conftest import write_idx_folder
+from train.small_models import SMALL_NET, use
 
 from mixprec.cli import compare as command
 from mixprec.train import compared
@@ -70,7 +71,10 @@ def test_without_plotly_there_is_no_page_and_a_line_says_so(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["losses.csv", "result.json"]
 
 
-def test_sums_of_fewer_bits_beside_those_of_fp32(cli: Callable, config: Path) -> None:
+def test_sums_of_fewer_bits_beside_those_of_fp32(
+    cli: Callable, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(monkeypatch, SMALL_NET)
     words = ["--recipes", "mxfp8", "--accumulate", "fp32, hopper", "--steps", "1", "--json"]
     result = json.loads(cli("compare", str(config), *words).out)
     assert [run["recipe"] for run in result["runs"]] == ["mxfp8", "mxfp8_hopper"]
