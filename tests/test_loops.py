@@ -282,7 +282,7 @@ def test_each_part_is_done_once(signatures: list[str], monkeypatch: pytest.Monke
 
 def test_work_left_undone_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loops, "_team", lambda: lambda *arguments: None)
-    with threads(2, monkeypatch), pytest.raises(RuntimeError, match=r"0 of 8 parts were done"):
+    with threads(2, monkeypatch), pytest.raises(RuntimeError, match=r"0 of 4 parts were done"):
         loops.block_amax(torch.randn(320, 208), (1, 16))
 
 

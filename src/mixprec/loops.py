@@ -23,8 +23,8 @@ from mixprec.noise import Noise
 
 SMALLEST = 1 << 16
 """Elements of a tensor from which on a loop is worth its call, and its compiler's import."""
-_WORTH_A_THREAD = 1 << 15
-_PARTS_A_THREAD = 4
+_WORTH_A_THREAD = 1 << 16
+_PARTS_A_THREAD = 2
 
 
 def serves(x: Tensor) -> bool:
