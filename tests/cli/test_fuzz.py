@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import typer.main
+from train.conftest import write_idx_folder
 
 from mixprec.cli.main import app, main
 from mixprec.recipes import RECIPES
@@ -22,7 +23,7 @@ from mixprec.train.data import DATASETS
 from mixprec.train.models import MODELS
 from mixprec.train.toml_text import ConfigError
 
-FILES, LINES = 6000, 4000
+FILES, LINES, DRY_RUNS = 6000, 3500, 500
 CHUNKS = 10
 NAMES = [*MODELS, *DATASETS, *OPTIMIZERS, *RECIPES, "O1", "auto", "cpu", "cuda:7", "emulated"]
 WORDS = [*NAMES, "", " ", "ä😀", "\\u0000", "\\n", "../..", "a.b:c", "-1", "x" * 5000, "%s{0}", "~"]
@@ -36,6 +37,13 @@ SECTIONS = {
     if dataclasses.is_dataclass(getattr(Config(), field.name))
 }
 TOP = [field.name for field in dataclasses.fields(Config) if field.name not in SECTIONS]
+SHAPE = {"size": 28, "patch": 7, "channels": 1, "width": 16, "depth": 1, "heads": 2}
+SMALL = ["model=vit", "model_options.classes=10", "data.name=mnist", "data.batch_size=8"]
+SMALL += [f"model_options.{key}={number}" for key, number in SHAPE.items()]
+LIKELY = ["0", "1", "2", "3", "8", "0.5", "1.0", "-1", "1e-3", "true", "false", "nan", "inf", "[]"]
+LIKELY += ["{}", '"x"', '"bf16"', '["*"]', '["fc*"]', "[0.9, 0.99]"]
+RECIPE_KEYS = ["base", "loss_scale", "parameters", "update", "attention", "output", "description"]
+OPTIMIZER_KEYS = ["betas", "eps", "weight_decay", "momentum", "fused", "foreach", "amsgrad", "rho"]
 OPTIONS = ["--set", "--json", "--device", "--base", "--out", "--resume", "--recipes", "--steps"]
 OPTIONS += ["--layer", "--checkpoint", "--target", "--memory", "--gpus", "--batch", "--cast"]
 OPTIONS += ["--help", "--versio", "--debug", "-x", "--", "--torch", "--save-model", "--seeds"]
@@ -106,6 +114,29 @@ def command(draw: random.Random, absent: str) -> list[str]:
     return words
 
 
+def dry_run(draw: random.Random) -> list[str]:
+    """A step of a small model, with one or two settings that there are and values that may fit."""
+    settings = list(SMALL)
+    for _ in range(draw.randrange(1, 3)):
+        number, recipe = draw.choice(LIKELY), draw.choice(list(RECIPES))
+        section = draw.choice(
+            [*SECTIONS, "model_options", "recipe", "variant", "optimizer.options"]
+        )
+        if section == "recipe":
+            settings.append(f"recipe={recipe}")
+        elif section == "variant":
+            key = draw.choice(RECIPE_KEYS)
+            settings.append(f'recipe={{variant_of = "{recipe}", {key} = {number}}}')
+        elif section == "model_options":
+            settings.append(f"{section}.{draw.choice([*SHAPE, 'classes', 'preset'])}={number}")
+        elif section == "optimizer.options":
+            settings.append(f"optimizer.name={draw.choice(list(OPTIMIZERS))}")
+            settings.append(f"{section}.{draw.choice(OPTIMIZER_KEYS)}={number}")
+        else:
+            settings.append(f"{section}.{draw.choice(SECTIONS[section])}={number}")
+    return [word for setting in settings for word in ("--set", setting)]
+
+
 def ends(words: list[str]) -> str | None:
     """What is wrong with how a command line ends; None for the exit codes 0 and 2."""
     out, err = io.StringIO(), io.StringIO()
@@ -131,6 +162,22 @@ def _quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "small").mkdir(parents=True)
     (tmp_path / "runs" / "small" / "metrics.jsonl").touch()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+@pytest.mark.usefixtures("_quick")
+def test_dry_runs(tmp_path: Path) -> None:
+    draw, faults = random.Random(77), []
+    (tmp_path / "small.toml").touch()
+    write_idx_folder(tmp_path)
+    for _ in range(DRY_RUNS):
+        words = ["train", "small.toml", "--dry-run", *dry_run(draw), "--set", "data.path=."]
+        fault = ends(words)
+        # infinite learning rates and the like end as they should
+        if fault and "not finite" not in fault:
+            faults.append((words, fault))
+    report(faults)
 
 
 def report(faults: list[tuple[object, str]]) -> None:

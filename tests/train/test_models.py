@@ -146,3 +146,11 @@ def test_what_is_wrong_with_a_users_model_is_said(
         build_model(name.format(package), options)
     assert "\n" not in str(caught.value)
     assert sys.path == paths
+
+
+def test_targets_beyond_the_classes_name_the_option() -> None:
+    shape = {"size": 8, "patch": 4, "channels": 1, "width": 4, "depth": 1, "heads": 1}
+    model, criterion = build_model("vit", {**shape, "classes": 3})
+    output, targets = model(torch.zeros(2, 1, 8, 8)), torch.tensor([7, 1])
+    with pytest.raises(ValueError, match=r"model_options\.classes: got 3, .* targets from 1 to 7;"):
+        criterion(output, targets)

@@ -60,7 +60,13 @@ class MnistCNN(nn.Module):
 
 def cross_entropy(output: Tensor, targets: Tensor) -> Tensor:
     """The mean cross-entropy of logits [..., classes] against int64 targets [...]."""
-    return F.cross_entropy(output.flatten(0, -2), targets.flatten())
+    try:
+        return F.cross_entropy(output.flatten(0, -2), targets.flatten())
+    except IndexError as error:
+        raise ValueError(
+            f"model_options.classes: got {output.shape[-1]}, the outputs; the data has "
+            f"targets from {targets.min()} to {targets.max()}; give more classes"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
