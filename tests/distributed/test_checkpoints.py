@@ -1,0 +1,141 @@
+"""Runs stopped on some ranks and resumed on others; damaged shards; torchrun's command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from io import StringIO
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from ranks import Outcome, Results, run_on_ranks
+from rich.console import Console
+
+from distributed.small_runs import config, data, small_net
+from mixprec.train import loop, trainer
+from mixprec.train.loop import Preempted, run
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not dist.is_gloo_available(), reason="gloo is not built in"),
+]
+FOLDER = "MIXPREC_TEST_FOLDER"
+# masters, their types and what a loss scaler knows are all of a sharded checkpoint's kinds of state
+RECIPES = {"delayed": "fp8_delayed", "masters": '{variant_of = "fp16_pure", update = "masters"}'}
+
+
+def went(
+    recipe: str, name: str, strategy: str, *, stop: int = 0, resume: str | None = None
+) -> list[str]:
+    """Run in a folder of that name up to a step, or to the end; what was printed."""
+    calls, shown = count(1), StringIO()
+    settings = ["train.log_every=1", "checkpoint.every=3", f"distributed.strategy={strategy}"]
+    with small_net(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "dataset_of", lambda _: data())
+        try:
+            run(
+                config(RECIPES[recipe], *settings, "train.steps=10"),
+                out=folder(recipe, name),
+                resume=resume,
+                console=Console(file=shown, width=300),
+                stop=lambda: next(calls) == stop,
+            )
+        except Preempted:
+            pass
+    return shown.getvalue().splitlines()
+
+
+def folder(recipe: str, name: str) -> Path:
+    return Path(os.environ[FOLDER]) / f"{recipe}_{name}"
+
+
+def losses(recipe: str, name: str) -> list[float]:
+    lines = (folder(recipe, name) / "metrics.jsonl").read_text().splitlines()
+    return [record["loss"] for record in map(json.loads, lines) if "loss" in record]
+
+
+def sharded(rank: int) -> Outcome:
+    told = {}
+    for recipe in RECIPES:
+        went(recipe, "sharded", "fsdp", stop=5)
+        told[recipe] = went(recipe, "alone", "fsdp", resume="auto")
+    return told
+
+
+def damaged(rank: int) -> Outcome:
+    went("delayed", "damaged", "fsdp", stop=5)
+    dist.barrier()
+    newest = folder("delayed", "damaged") / "checkpoints" / "step_00000005"
+    if rank == 0:
+        file = sorted((newest / "shards").iterdir())[-1]
+        file.write_bytes(file.read_bytes()[:-8])
+    dist.barrier()
+    return {"told": went("delayed", "damaged", "fsdp", resume="auto")}
+
+
+JOBS: tuple[Callable[[int], Outcome], ...] = (sharded, damaged)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What three ranks found, after one process stopped runs that they go on with."""
+    place = tmp_path_factory.mktemp("runs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(FOLDER, str(place))
+        for recipe in RECIPES:
+            went(recipe, "straight", "none")
+            went(recipe, "alone", "none", stop=5)
+        yield run_on_ranks(JOBS, place, 3)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_checkpoint_of_three_ranks_is_gone_on_with_by_one(runs: Results, recipe: str) -> None:
+    told = went(recipe, "sharded", "none", resume="auto")
+    assert any(line == "resumed after step 5 of 10" for line in told)
+    assert losses(recipe, "sharded") == pytest.approx(losses(recipe, "straight"), rel=1e-4)
+    files = folder(recipe, "sharded") / "checkpoints"
+    assert [path.name for path in sorted(files.iterdir())] == ["step_00000009", "step_00000010"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_checkpoint_of_one_process_is_gone_on_with_by_three(runs: Results, recipe: str) -> None:
+    first, *others = runs(sharded)
+    assert any(line == "resumed after step 5 of 10" for line in first[recipe])
+    assert all(other[recipe] == [] for other in others)
+    assert losses(recipe, "alone") == pytest.approx(losses(recipe, "straight"), rel=1e-4)
+
+
+def test_a_damaged_shard_is_passed_by_on_all_ranks_alike(runs: Results) -> None:
+    told = runs(damaged)[0]["told"]
+    assert any("skipped a damaged checkpoint" in line and "shard-0000" in line for line in told)
+    assert any(line == "resumed after step 3 of 10" for line in told)
+    assert losses("delayed", "damaged") == pytest.approx(losses("delayed", "straight"), rel=1e-4)
+
+
+def test_torchrun_resumes_from_the_command_line(tmp_path: Path) -> None:
+    (tmp_path / "tiny.toml").write_text(
+        'model = "gpt"\n'
+        "[model_options]\ncontext = 8\nwidth = 8\ndepth = 1\nheads = 1\n"
+        "[data]\nbatch_size = 3\n[data.options]\nmax_bytes = 500\n"
+        '[train]\ndevice = "cpu"\nlog_every = 1\n[distributed]\nstrategy = "fsdp"\n'
+    )
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m"]
+    words = ["mixprec", "train", "tiny.toml", "--out", "out", "--resume", "auto"]
+    for steps in (2, 3):
+        done = subprocess.run(
+            [*launch, *words, "--set", f"train.steps={steps}"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+    assert "resumed after step 2 of 3" in done.stdout + done.stderr
+    result = json.loads((tmp_path / "out" / loop._RESULT).read_text())
+    assert (result["ranks"], result["strategy"], result["steps"]) == (2, "fsdp", 3)
