@@ -305,10 +305,7 @@ def product(
         for observer in state.observers:
             observer(plan, x, high_precision(weight), out)
     _tell(given, weight, recipe, plan)
-    if windows is not None or len(leading) == 1:
-        return out
-    # no view, as torch's own result is none: writing into a view is not always seen by wrappers
-    return torch.ops.aten._unsafe_view.default(out, [*leading, weight.shape[0]])
+    return out if windows is not None else out.reshape(*leading, weight.shape[0])
 
 
 def _tell(given: torch.dtype, weight: Tensor, recipe: Recipe, plan: Plan) -> None:
