@@ -363,3 +363,11 @@ def test_neighbours_of_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
         made = with_and_without(lambda x=x, s=spec: quantize(x, s, packed=False), monkeypatch)
         assert_same(*made)
     assert scaling.block_amax(x, (1, -1)).isfinite().all()
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_memory_of_an_operand_can_still_be_let_go(spec: QuantSpec) -> None:
+    x = torch.randn(512, 512)
+    quantize(x, spec, noise=Noise(seed=0), decoded=True)
+    x.untyped_storage().resize_(0)
+    assert x.untyped_storage().nbytes() == 0

@@ -84,7 +84,7 @@ def block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
     if shape[0] < parts:
         # blocks as long as the matrix leave the other axis to divide, by whole lines of the cache
         at_once = [shape[0], max(1, -(-shape[1] * _PARTS_A_THREAD // parts // 16) * 16)]
-    arrays = memory.view(torch.int32).numpy(), sizes, out.numpy(), *at_once
+    arrays = _array(memory.view(torch.int32)), sizes, _array(out), *at_once
     counts = [-(-count // step) for count, step in zip(shape, at_once, strict=True)]
     _run(_loop("block_amax"), arrays, counts[0] * counts[1])
     found = out.view(torch.float32)
@@ -106,14 +106,14 @@ def _scales(
 ) -> tuple[Tensor, Tensor]:
     memory, is_turned = _in_order_of_memory(amax)
     encode, scale = torch.empty_like(memory), torch.empty_like(memory, dtype=dtype)
-    arrays = [x.view(-1).numpy() for x in (memory, encode, scale)]
+    arrays = [_array(x.view(-1)) for x in (memory, encode, scale)]
     _run_over(_loop(name), (*arrays, *rule), amax.numel(), _num_parts(amax))
     return (encode.t(), scale.t()) if is_turned else (encode, scale)
 
 
 def times_rows_and_columns(x: Tensor, rows: Tensor, columns: Tensor) -> None:
     """x times factors [rows, 1], then times factors [1, columns], in place, for a contiguous x."""
-    arrays = x.numpy(), rows.reshape(-1).numpy(), columns.reshape(-1).numpy()
+    arrays = _array(x), _array(rows.reshape(-1)), _array(columns.reshape(-1))
     _run_over(_loop("times_rows_and_columns"), arrays, len(x), _num_parts(x))
 
 
@@ -122,7 +122,7 @@ def hadamard(x: Tensor) -> Tensor:
     memory, is_turned = _in_order_of_memory(x)
     out = torch.empty_like(memory)
     name, count = ("columns", len(memory) // 16) if is_turned else ("rows", len(memory))
-    _run_over(_loop(f"hadamard_of_{name}"), (memory.numpy(), out.numpy()), count, _num_parts(x))
+    _run_over(_loop(f"hadamard_of_{name}"), (_array(memory), _array(out)), count, _num_parts(x))
     return out.t() if is_turned else out
 
 
@@ -157,19 +157,19 @@ def rounded(
         length if size == -1 else size for length, size in zip(memory.shape, sizes, strict=True)
     )
     factors, multipliers = (
-        (y.t() if is_turned else y).contiguous().numpy()
+        _array((y.t() if is_turned else y).contiguous())
         for y in (encode, encode.new_empty((0, 0)) if scale is None else scale)
     )
     out = torch.empty_like(memory, dtype=torch.float32 if decoded else torch.uint8)
     arguments = (
-        memory.numpy(),
+        _array(memory),
         factors,
         *([multipliers] if decoded else []),
         (rows, columns),
         _grid(fmt),
         _draws(noise or Noise(seed=0), x, is_turned),
         noise is not None,
-        out.numpy(),
+        _array(out),
     )
     loop = _rounding("round_to_values" if decoded else "round_to_codes")
     _run_over(loop, arguments, len(memory), _num_parts(x))
@@ -186,6 +186,14 @@ def _rounding(name: str) -> Callable[..., None]:
     from mixprec import compiled_rounding
 
     return getattr(compiled_rounding, name)
+
+
+def _array(x: Tensor) -> Any:
+    """The memory of x for a loop to read and write."""
+    import numpy as np
+
+    # x.numpy() would fix the size of its memory for good, which FSDP2 sets to 0 between passes
+    return np.from_dlpack(x)
 
 
 def _in_order_of_memory(x: Tensor) -> tuple[Tensor, bool]:
