@@ -107,8 +107,6 @@ def test_from_equal_state_each_step_is_that_of_one_process(
                 distance = (value.double() - there[name].double()).norm()
                 assert distance <= bound * value.double().norm(), name
         score = twin.evaluate()
-    if recipe == "fp8_rowwise" and mine["weights"] != weights:
-        pytest.xfail("gathered in codes by rows, one weight of 60 is another than quantised whole")
     assert mine["weights"] == weights
     assert mine["score"] == pytest.approx((score.loss, score.accuracy), rel=1e-2)
 
