@@ -23,6 +23,7 @@ from mixprec.linear_products import (
     G_GRAD_WEIGHT,
     GRAD_INPUT,
     GRAD_WEIGHT,
+    NO_STATE,
     NOTHING,
     OUTPUT,
     X_GRAD_WEIGHT,
@@ -280,7 +281,7 @@ def product(
     leading = x.shape[:-1]
     if windows is None:
         x = x.reshape(leading.numel(), x.shape[-1])
-    state = state or LinearState()
+    state = state or NO_STATE
     given, region_dtype = x.dtype, active_dtype(x)
     if region_dtype is not None and x.dtype != torch.float64:
         x = x.to(region_dtype)
@@ -304,8 +305,11 @@ def product(
         out = _Linear.apply(x, weight, bias, plan)[0]
         for observer in state.observers:
             observer(plan, x, high_precision(weight), out)
+        if windows is None and len(leading) != 1:
+            # as torch's own result, no view: who wraps a module may warn of one
+            out = torch.ops.aten._unsafe_view.default(out, [*leading, weight.shape[0]])
     _tell(given, weight, recipe, plan)
-    return out if windows is not None else out.reshape(*leading, weight.shape[0])
+    return out
 
 
 def _tell(given: torch.dtype, weight: Tensor, recipe: Recipe, plan: Plan) -> None:

@@ -102,6 +102,10 @@ class LinearState:
         )
 
 
+# not made where it is used: Dynamo does not take a default that is an object
+NO_STATE = LinearState()
+
+
 def shared_positions(recipe: Recipe) -> frozenset[int]:
     """Operands of later products that are the transpose of their first use, value for value."""
     specs = recipe.specs

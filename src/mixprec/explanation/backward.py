@@ -131,7 +131,8 @@ class Backward:
                 if own == before:
                     # of another entry of a batch, or another group
                     continue
-            elif mark.is_hidden:
+            elif mark.is_hidden or mark.product is not None:
+                # the shape of a product's result is part of it
                 continue
             else:
                 own = [_row(group)]

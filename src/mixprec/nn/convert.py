@@ -323,7 +323,7 @@ def _check_classes(model: nn.Module) -> None:
             raise ValueError(
                 f"model: got layer {name or '(model)'} of class {type(module).__name__}; its class "
                 "was changed after conversion; convert and revert before fully_shard is called for "
-                "the layer itself, and undo a parametrisation first"
+                "the layer itself; if it was parametrised, undo that first"
             )
 
 
