@@ -12,11 +12,12 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mixprec import nn as layers
 from mixprec.amp.inputs import cast_inputs
@@ -96,9 +97,6 @@ class Trainer:
             self.optimizer, step_size=1, gamma=config.optimizer.gamma
         )
         layers.attach(self.model, self.optimizer)
-        self._forward = self._compiled(
-            parallel.callable_of(self.model, self.ranks, config), config.train.compile
-        )
         self.done = 0
         self.loss = math.nan
         every = config.inspect.every if self.report.converted else None
@@ -137,10 +135,16 @@ class Trainer:
         return self._feed.held
 
     def close(self) -> None:
-        """End the worker processes of the data; a later step starts them again."""
+        """End the worker processes of the data, and what ranks share; a later step starts them."""
         self._feed.close()
+        # torch's process group is to go last: what holds it must not outlive it
+        vars(self).pop("_forward", None)
 
-    def _compiled(self, model: nn.Module, mode: bool | str) -> Callable[[Tensor], Tensor]:
+    @cached_property
+    def _forward(self) -> Callable[[Tensor], Tensor]:
+        """What makes the passes whose gradients ranks sum, compiled where that is asked for."""
+        model = parallel.callable_of(self.model, self.ranks, self.config)
+        mode = self.config.train.compile
         if mode is False:
             return model
         return torch.compile(model, mode=None if mode is True else str(mode))
