@@ -25,6 +25,7 @@ from mixprec.train.splits import Dataset, Split
 CPU = torch.device("cpu")
 # one row is left for the last step of an epoch: the other ranks have none then
 ROWS, BATCH, STEPS = 22, 7, 20
+_SHARD = "this rank's rows"
 
 
 class Net(nn.Module):
@@ -47,21 +48,21 @@ def small_net() -> Iterator[None]:
         yield
 
 
-def data() -> Dataset:
+def data(rows: int = ROWS) -> Dataset:
     """Rows of 32 numbers in 5 classes."""
     generator = torch.Generator().manual_seed(3)
-    inputs = torch.randn(ROWS + 5, 32, generator=generator)
-    targets = torch.randint(0, 5, (ROWS + 5,), generator=generator)
-    train, rest = slice(0, ROWS), slice(ROWS, None)
+    inputs = torch.randn(rows + 5, 32, generator=generator)
+    targets = torch.randint(0, 5, (rows + 5,), generator=generator)
+    train, rest = slice(0, rows), slice(rows, None)
     return Dataset(
         train=Split(inputs=inputs[train], targets=targets[train]),
         evaluation=Split(inputs=inputs[rest], targets=targets[rest]),
     )
 
 
-def config(recipe: str, *settings: str) -> Config:
-    """20 steps in 5 epochs."""
-    base = [f"recipe={recipe}", f"data.batch_size={BATCH}", "data.eval_batch_size=2"]
+def config(recipe: str, *settings: str, batch: int = BATCH) -> Config:
+    """20 steps in 5 epochs, of 3 batches and 1 row or more."""
+    base = [f"recipe={recipe}", f"data.batch_size={batch}", "data.eval_batch_size=2"]
     sgd = ["optimizer.name=sgd", "optimizer.lr=0.01", "optimizer.options.momentum=0.9"]
     return load(None, [*base, *sgd, "train.epochs=5", "train.device=cpu", *settings])
 
@@ -81,6 +82,34 @@ def whole(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(whole(entry) for entry in value)
     return value
+
+
+def own(value: Any) -> Any:
+    """A copy of nested state in which a tensor in shards is this rank's, marked as such."""
+    if isinstance(value, Tensor):
+        local = getattr(value, "_local_tensor", None)
+        return value.detach().clone() if local is None else {_SHARD: local.detach().clone()}
+    if isinstance(value, dict):
+        return {key: own(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(own(entry) for entry in value)
+    return value
+
+
+def joined(parts: list[Any]) -> Any:
+    """Of what ``own`` gave on each rank: shards put together, all else the same everywhere."""
+    first = parts[0]
+    if isinstance(first, Tensor):
+        assert all(torch.equal(first, part) for part in parts)
+        return first
+    if isinstance(first, dict):
+        if _SHARD in first:
+            return torch.cat([part[_SHARD] for part in parts])
+        return {key: joined([part[key] for part in parts]) for key in first}
+    if isinstance(first, list | tuple):
+        return type(first)(joined(list(entries)) for entries in zip(*parts, strict=True))
+    assert all(repr(part) == repr(first) for part in parts)
+    return first
 
 
 def digest(tensors: dict[str, Tensor]) -> str:
