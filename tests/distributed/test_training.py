@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from io import StringIO
 from typing import NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import Job, Outcome, Results, run_on_ranks
+from rich.console import Console
 
 from distributed.small_runs import (
     BATCH,
@@ -25,9 +27,12 @@ from distributed.small_runs import (
     weight_operands,
     whole,
 )
+from mixprec.nn import count_gathers
 from mixprec.recipes import RECIPES
+from mixprec.train import trainer as train
 from mixprec.train.distributed import Strategy
 from mixprec.train.faults import NonFiniteError
+from mixprec.train.loop import run
 from mixprec.train.trainer import Trainer
 
 pytestmark = [
@@ -115,19 +120,36 @@ def with_a_nan(rank: int) -> Outcome:
     return found
 
 
-JOBS = (with_whole_blocks, with_cut_blocks, with_a_nan)
+def figures(rank: int) -> Outcome:
+    """A run's figure for its gathers, what it printed, and the same step counted by hand."""
+    shown = StringIO()
+    with small_net(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "dataset_of", lambda _: data())
+        settings = config("fp8_tensorwise", "distributed.strategy=fsdp", "train.steps=2")
+        result = run(settings, console=Console(file=shown, width=200))
+        trainer = Trainer(settings, data(), ranks("fsdp"))
+        with count_gathers(trainer.model) as count:
+            trainer.step()
+    by_hand = count.traffic().to_dict()
+    return {"figure": result["gathers"], "by hand": by_hand, "shown": shown.getvalue()}
+
+
+JOBS = {
+    2: (with_whole_blocks, with_cut_blocks, with_a_nan, figures),
+    3: (with_whole_blocks, with_cut_blocks, with_a_nan),
+}
 
 
 @pytest.fixture(scope="module")
 def on_two(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """What each of two ranks found for a job."""
-    return run_on_ranks(JOBS, tmp_path_factory.mktemp("trained"), 2)
+    return run_on_ranks(JOBS[2], tmp_path_factory.mktemp("trained"), 2)
 
 
 @pytest.fixture(scope="module")
 def on_three(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """What each of three ranks found for a job."""
-    return run_on_ranks(JOBS, tmp_path_factory.mktemp("trained"), 3)
+    return run_on_ranks(JOBS[3], tmp_path_factory.mktemp("trained"), 3)
 
 
 def results_of(size: int, request: pytest.FixtureRequest) -> Results:
@@ -198,3 +220,14 @@ def test_nan_on_one_rank_stops_or_skips_on_all(size: int, request: pytest.Fixtur
     assert first["stop"].endswith("the first tensor at fault is the input batch")
     assert first["skip"].startswith("done 5, skipped ")
     assert not first["skip"].endswith(" 0")
+
+
+def test_result_has_what_gathers_sent(on_two: Results) -> None:
+    # rows of three weights and biases, filled up to the same on both ranks, in both passes
+    codes, biases = 24 * 32 + 16 * 48 + 3 * 32, 4 * (24 + 16 + 3)
+    sent = 2 * (codes + biases) + 3 * 4
+    for found in on_two(figures):
+        assert found["figure"] == found["by hand"]
+        assert found["figure"]["bytes"] == sent
+        assert found["figure"]["fp32_bytes"] == 2 * (4 * codes + biases)
+    assert "MB sent, 27.0 % of FP32's, 54.0 % of BF16's" in on_two(figures)[0]["shown"]

@@ -34,6 +34,13 @@ class Traffic:
         """FSDP2's gathers, were every parameter gathered in BF16."""
         return self.fp32 // 2
 
+    def __str__(self) -> str:
+        found = self.to_dict()
+        return (
+            f"weights gathered in a step: {found['bytes'] / 1e6:.1f} MB sent, "
+            f"{100 * found['of_fp32']:.1f} % of FP32's, {100 * found['of_bf16']:.1f} % of BF16's"
+        )
+
     def to_dict(self) -> dict[str, float]:
         """The figures, with the shares of FP32's and BF16's bytes; 1 where nothing was gathered."""
         sent = self.gathered + self.reduced

@@ -25,6 +25,7 @@ HEADINGS = {
     "peak_bytes": "peak of live tensors (bytes)",
     "process_peak_bytes": "process peak (bytes)",
     "sqnr": "SQNR (dB)",
+    "gathers": "gathered weights,",
 }
 
 

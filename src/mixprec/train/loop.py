@@ -69,7 +69,8 @@ def run(
 
     Returns: The content of `result.json`: `loss` and `accuracy` of the last evaluation,
         `train_loss` of the last step, `step_ms` the median step of this process, bytes held after
-        it by `mixprec.memory.state_bytes`, and what ran. `outcome` is a key of
+        it by `mixprec.memory.state_bytes`, what ran, and, where weights are gathered from shards,
+        what `gathers` sent in its first step (`mixprec.nn.Traffic.to_dict`). `outcome` is a key of
         `mixprec.train.faults.EXIT_CODES`, which the file has where the run did not finish too.
     Raises:
         ConfigError: The configuration cannot be used.
@@ -258,6 +259,10 @@ class _Run:
         except NonFiniteError as error:
             self._failed(error)
             raise
+        sent = {}
+        if (traffic := trainer.gathers.traffic) is not None:
+            sent = {"gathers": traffic.to_dict()}
+            self.lines.line(str(traffic))
         held = state_bytes(trainer.model, trainer.optimizer)
         result = {
             "model": config.model,
@@ -275,6 +280,7 @@ class _Run:
             **score,
             "step_ms": median(step_ms) if step_ms else None,
             "seconds": seconds,
+            **sent,
             **held,
             # without a step in this process there are none yet
             "grad_bytes": held["grad_bytes"] or None,

@@ -10,7 +10,7 @@ Sources: torch.nn.parallel.DistributedDataParallel; torch.distributed.fsdp.fully
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mixprec.amp.autocast import DTYPES
 from mixprec.amp.setup import stays_wide
-from mixprec.nn import distribute, gather_codes
+from mixprec.nn import Traffic, count_gathers, distribute, gather_codes
 from mixprec.nn.state import converted_layers
 from mixprec.recipes import Recipe
 from mixprec.train.config import Config
@@ -112,6 +112,30 @@ def callable_of(model: nn.Module, ranks: Ranks, config: Config) -> nn.Module:
         )
     wrapped.register_comm_hook(None, _sum)
     return wrapped
+
+
+class GatherFigure:
+    """What the gathers of a sharded model's first step here send; costs later steps nothing.
+
+    Attributes:
+        traffic: None before that step, where nothing is gathered, and in compiled code, into which
+            no counter may look.
+    """
+
+    def __init__(self, model: nn.Module, ranks: Ranks, config: Config) -> None:
+        is_counted = ranks.strategy == "fsdp" and ranks.size > 1 and config.train.compile is False
+        self._model = model if is_counted else None
+        self.traffic: Traffic | None = None
+
+    @contextmanager
+    def of_step(self) -> Iterator[None]:
+        """A context for the forward and backward passes of each step."""
+        if self._model is None:
+            yield
+            return
+        with count_gathers(self._model) as counter:
+            yield
+        self._model, self.traffic = None, counter.traffic()
 
 
 def _sum(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

@@ -60,6 +60,7 @@ class Trainer:
         loss: The training loss of the last one; NaN before the first.
         watcher: What samples steps; None without `inspect.every` or converted layers.
         statistics: Of the last step, if it was sampled.
+        gathers: What the first step here sent to gather sharded weights.
         record_operation: Called with each operation in a region of 16 bits; None for nobody.
     """
 
@@ -97,6 +98,7 @@ class Trainer:
             self.optimizer, step_size=1, gamma=config.optimizer.gamma
         )
         layers.attach(self.model, self.optimizer)
+        self.gathers = parallel.GatherFigure(self.model, self.ranks, config)
         self.done = 0
         self.loss = math.nan
         every = config.inspect.every if self.report.converted else None
@@ -187,7 +189,8 @@ class Trainer:
         lr = self.optimizer.param_groups[0]["lr"]
         loss_scale = self.loss_scale
         self.faults.before_step(self.model)
-        loss, inputs = self._gradients()
+        with self.gathers.of_step():
+            loss, inputs = self._gradients()
         clip = self.config.train.clip_norm
         norm = None if clip is None else self._clip(clip)
         self.scaler.step(self.optimizer)
