@@ -92,6 +92,7 @@ def test_pieces_grow_with_the_cores_at_work() -> None:
         torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("spec", COMPILED, ids=str)
 def test_compiled_codes_and_scales_have_the_bits_of_eager_ones(spec: QuantSpec) -> None:

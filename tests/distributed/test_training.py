@@ -120,6 +120,17 @@ def with_a_nan(rank: int) -> Outcome:
     return found
 
 
+def with_a_bad_shard(rank: int) -> Outcome:
+    """What the state of a model says that is not finite on one rank alone."""
+    with small_net(), torch.no_grad():
+        trainer = Trainer(config("fp32"), data(), ranks("fsdp"))
+        if rank == 1:
+            trainer.model.head.weight.to_local()[0, 0] = torch.inf
+        with pytest.raises(NonFiniteError) as caught:
+            trainer.state()
+    return {"told": str(caught.value)}
+
+
 def figures(rank: int) -> Outcome:
     """A run's figure for its gathers, what it printed, and the same step counted by hand."""
     shown = StringIO()
@@ -135,7 +146,7 @@ def figures(rank: int) -> Outcome:
 
 
 JOBS = {
-    2: (with_whole_blocks, with_cut_blocks, with_a_nan, figures),
+    2: (with_whole_blocks, with_cut_blocks, with_a_nan, with_a_bad_shard, figures),
     3: (with_whole_blocks, with_cut_blocks, with_a_nan),
 }
 
@@ -220,6 +231,11 @@ def test_nan_on_one_rank_stops_or_skips_on_all(size: int, request: pytest.Fixtur
     assert first["stop"].endswith("the first tensor at fault is the input batch")
     assert first["skip"].startswith("done 5, skipped ")
     assert not first["skip"].endswith(" 0")
+
+
+def test_a_bad_shard_of_one_rank_is_seen_by_all(on_two: Results) -> None:
+    told = "step 0: a parameter is not finite; the first tensor at fault is parameter head.weight"
+    assert on_two(with_a_bad_shard) == [{"told": told}] * 2
 
 
 def test_result_has_what_gathers_sent(on_two: Results) -> None:

@@ -137,6 +137,7 @@ def test_a_step_without_sync_is_an_error() -> None:
         layer(x, x, x)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")
 def test_copies_pickles_and_compiled_graphs_compute_the_same() -> None:
     layer, x = nn.TransformerEncoderLayer(**ENCODER), torch.randn(2, 5, 32)

@@ -365,6 +365,7 @@ def compile_(model: nn.Module) -> Callable[[Tensor], Tensor]:
 
 
 # Dynamo's own, when it traces an autograd.Function
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")
 def test_compiled_run_equals_the_eager_one() -> None:
     torch.compiler.reset()

@@ -231,6 +231,7 @@ def test_parametrised_weights_follow_the_recipe() -> None:
     assert all(p.grad is not None for p in layer.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")
 def test_compiled_layer_is_the_eager_one() -> None:
     layer, x = nn.LSTM(16, 16), torch.randn(2, 2, 16)
@@ -247,6 +248,7 @@ def test_compiled_layer_is_the_eager_one() -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")
 def test_compiled_cell_is_the_eager_one() -> None:
     cell, x = nn.LSTMCell(16, 16), torch.randn(4, 16)

@@ -220,6 +220,7 @@ def test_codes_of_8_bits_take_a_quarter_of_what_products_keep() -> None:
     assert 0 <= expected - saved < 64 * layers
 
 
+@pytest.mark.slow
 def test_repeated_blocks_that_are_left_out_change_no_figure(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -263,3 +263,23 @@ def test_skipping_changes_no_bit_of_finite_steps(adam: Small) -> None:
     for settings in ([], clipped):
         plain, checked = (Trainer(adam(*settings, policy)) for policy in ("train.seed=1", SKIP))
         assert differing(numbers(stepped(checked, 5)), numbers(stepped(plain, 5))) == []
+
+
+def test_a_run_that_was_asked_to_stop_under_another_policy_has_a_way_back(
+    adam: Small, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    often = ["checkpoint.every=4", "checkpoint.keep=1"]
+    with pytest.raises(Preempted):
+        run(adam(*often), out=tmp_path, stop=stopping_after(6), console=quiet())
+    poison(monkeypatch, "batch", 6)
+    result = run(adam(ROLLBACK, *often), out=tmp_path, resume="auto", console=quiet())
+    assert (result["rollbacks"], result["outcome"]) == (1, "finished")
+
+
+def test_a_state_that_is_not_worth_keeping_is_no_way_back(adam: Small) -> None:
+    trainer = stepped(Trainer(adam(ROLLBACK)), 2)
+    trainer.state(is_way_back=True)
+    stepped(trainer, 4).model.fc2.bias.data[0] = math.inf
+    with pytest.raises(NonFiniteError, match=r"is parameter fc2\.bias"):
+        trainer.state(is_way_back=True)
+    assert trainer.faults.way_back == 2

@@ -109,6 +109,11 @@ def gathered_weights(model: nn.Module) -> list[ShardedCodes]:
     return list(_GATHERS[model].weights.values()) if model in _GATHERS else []
 
 
+def gathers_codes(model: nn.Module) -> bool:
+    """Whether ``gather_codes`` was called for a model."""
+    return model in _GATHERS
+
+
 def gather_codes(model: nn.Module) -> GatherReport:
     """Let FSDP2 gather the weights of converted layers in codes; numbers stay what they are.
 
@@ -169,7 +174,7 @@ def _check_can_begin(model: nn.Module, layers: Iterable[nn.Module]) -> None:
             "model: got no converted layer with a sharded weight; weights are gathered where they "
             "are sharded; call mixprec.convert, then fully_shard, then gather_codes"
         )
-    if _has_run(model) or model in _GATHERS:
+    if _has_run(model) or gathers_codes(model):
         raise ValueError(
             "model: got one that has run, or gathers codes already; how a weight is gathered is "
             "settled by then; call gather_codes once, before the first forward pass"

@@ -81,8 +81,9 @@ class RunAlarms:
         trainer, found = self._trainer, []
         if trainer.loss_scale is not None:
             found = self._watch.observe(error.step, loss_scale=trainer.loss_scale)
-        # it ends at the first fault that it finds, where other ranks may have found none
-        fault = replay(trainer, error.step) if trainer.ranks.size == 1 else None
+        # it ends at the first fault that it finds, where other ranks may have found none, and does
+        # not look into shards
+        fault = replay(trainer, error.step) if trainer.ranks.strategy == "none" else None
         return found + self._watch.new([None if fault is None else nonfinite(fault)])
 
     def _of_region(self) -> list[Alarm]:

@@ -134,10 +134,10 @@ def load(path: Path) -> dict[str, Any]:
         ) from error
 
 
-def listed(folder: Path) -> list[Path]:
-    """The checkpoints of a folder, oldest first; [] where there is none. Nothing is verified."""
+def listed(folder: Path, at_most: int | None = None) -> list[Path]:
+    """The checkpoints of a folder up to a step, oldest first; nothing of them is verified."""
     found = [p for p in folder.glob("step_*") if _NAME.fullmatch(p.name) and p.is_dir()]
-    return sorted(found, key=_step)
+    return sorted((p for p in found if at_most is None or _step(p) <= at_most), key=_step)
 
 
 def _step(path: Path) -> int:
@@ -155,9 +155,7 @@ def newest(
         # what died between two renames left no whole one of that name
         if not (place := folder / old.name.removeprefix(_REPLACED)).exists():
             os.replace(old, place)
-    for path in reversed(listed(folder)):
-        if at_most is not None and _step(path) > at_most:
-            continue
+    for path in reversed(listed(folder, at_most)):
         try:
             return load(path)
         except CheckpointError as error:

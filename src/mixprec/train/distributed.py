@@ -131,11 +131,6 @@ class Ranks:
             raise outcome[1]
         return outcome[0]
 
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        if self.size > 1:
-            dist.barrier()
-
     def take_from_first(self, tensors: Sequence[Tensor]) -> None:
         """Copy the first rank's values into each tensor."""
         if self.size > 1:

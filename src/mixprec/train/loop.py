@@ -165,8 +165,8 @@ class _Run:
 
     def _have_a_way_back(self) -> None:
         if self.folder is not None and self.trainer.faults.goes_back:
-            folder = self.folder / _CHECKPOINTS
-            if not self.trainer.ranks.at_first(lambda: checkpoint.listed(folder)):
+            folder, limit = self.folder / _CHECKPOINTS, self.trainer.faults.way_back
+            if not self.trainer.ranks.at_first(lambda: checkpoint.listed(folder, limit)):
                 self._save()
 
     def _back(self, error: NonFiniteError) -> Path | None:
@@ -240,10 +240,8 @@ class _Run:
 
     def _save(self, *, is_way_back: bool = True) -> Path | None:
         trainer = self.trainer
-        if is_way_back:
-            trainer.faults.way_back = trainer.done
         # A dry run is whole only if the state can be saved, so it is collected there too.
-        state, keep = trainer.state(), trainer.config.checkpoint.keep
+        state, keep = trainer.state(is_way_back=is_way_back), trainer.config.checkpoint.keep
         if self.folder is None:
             return None
         folder = self.folder / _CHECKPOINTS

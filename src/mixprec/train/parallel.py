@@ -9,8 +9,9 @@ Sources: torch.nn.parallel.DistributedDataParallel; torch.distributed.fsdp.fully
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mixprec.amp.autocast import DTYPES
 from mixprec.amp.setup import stays_wide
 from mixprec.nn import Traffic, count_gathers, distribute, gather_codes
+from mixprec.nn.gathering import gathers_codes
 from mixprec.nn.state import converted_layers
 from mixprec.recipes import Recipe
 from mixprec.train.config import Config
@@ -41,6 +43,7 @@ def spread(model: nn.Module, ranks: Ranks, recipe: Recipe) -> None:
     that the recipe leaves in another are parts of their own.
     """
     if ranks.size > 1:
+        _check_statistics(model)
         distribute(model)
     if ranks.strategy != "fsdp":
         return
@@ -62,6 +65,17 @@ def spread(model: nn.Module, ranks: Ranks, recipe: Recipe) -> None:
         # torch 2.13; before, a branch that only some ranks take leaves the others waiting
         if hasattr(sharded, "set_reduce_scatter_unused_params"):
             sharded.set_reduce_scatter_unused_params(True, recurse=False)
+
+
+def _check_statistics(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        has_statistics = getattr(module, "running_mean", None) is not None
+        if has_statistics and not isinstance(module, nn.SyncBatchNorm):
+            raise ValueError(
+                f"model: got {name}, a {type(module).__name__}, on several ranks; each would have "
+                "statistics of its own rows, and no two runs the same; use nn.SyncBatchNorm (on "
+                "GPUs), a norm without running statistics, or one process"
+            )
 
 
 def blocks(model: nn.Module) -> Iterator[nn.Module]:
@@ -93,7 +107,8 @@ def callable_of(model: nn.Module, ranks: Ranks, config: Config) -> nn.Module:
     """
     is_eager = config.train.compile is False
     if ranks.strategy == "fsdp" and config.distributed.gather == "codes" and is_eager:
-        if next(converted_layers(model), None) is not None:
+        is_asked = next(converted_layers(model), None) is not None and not gathers_codes(model)
+        if is_asked:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", category=UserWarning)
                 gather_codes(model)
@@ -147,9 +162,9 @@ def _sum(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     return done.then(lambda future: future.value()[0].to(own.dtype))
 
 
-def gradients_later(forward: Callable[..., Any]) -> Any:
-    """A context for all but the last batch of a step: gradients stay on their rank."""
-    if isinstance(forward, DistributedDataParallel):
+def gradients(forward: Callable[..., Any], *, summed: bool) -> AbstractContextManager[Any]:
+    """For a batch of a step: whether its gradients, and those before, are summed over ranks yet."""
+    if not summed and isinstance(forward, DistributedDataParallel):
         return forward.no_sync()
     return nullcontext()
 
@@ -164,3 +179,18 @@ def whole(tensor: Tensor) -> Tensor:
     """All of a tensor that ranks may hold in shards; each of them calls this."""
     # by its method: importing DTensor's module takes longer than everything before it
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def save(state: Mapping[str, Tensor], ranks: Ranks, path: Path) -> None:
+    """A model's state_dict, whole, in a file for `torch.load(weights_only=True)`.
+
+    Raises: OSError: It cannot be written, on every rank.
+    """
+    tensors = {name: whole(tensor).cpu() for name, tensor in state.items()}
+
+    def write() -> None:
+        # a path would have torch tell of a full disk in words of its own
+        with path.open("wb") as file:
+            torch.save(tensors, file)
+
+    ranks.at_first(write)

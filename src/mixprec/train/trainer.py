@@ -10,7 +10,6 @@ import math
 import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -260,14 +259,19 @@ class Trainer:
             self.model.train()
         return Evaluation(loss=loss / rows, accuracy=right / asked if asked else None)
 
-    def state(self) -> dict[str, Any]:
+    def state(self, *, is_way_back: bool = False) -> dict[str, Any]:
         """Everything that the next step depends on, as a tree for `checkpoint.save`.
+
+        is_way_back: Later faults lead back to this state.
 
         Raises: NonFiniteError: A parameter is not finite; such a state is not worth keeping.
         """
-        for name, parameter in self.model.named_parameters():
-            if not parameter.isfinite().all():
-                raise NonFiniteError(self.done, "a parameter", f"parameter {name}")
+        # of a parameter in shards each rank sees its own
+        bad = (name for name, p in self.model.named_parameters() if not p.isfinite().all())
+        if (name := self.ranks.first_of(next(bad, None))) is not None:
+            raise NonFiniteError(self.done, "a parameter", f"parameter {name}")
+        if is_way_back:
+            self.faults.way_back = self.done
         generators, *others = self.ranks.gathered(checkpoint.generators(self.device))
         return {
             "model": self.model.state_dict(),
@@ -285,8 +289,7 @@ class Trainer:
 
     def save_model(self, path: Path) -> None:
         """The model's own state_dict, in a file for `torch.load(weights_only=True)`."""
-        whole = {name: parallel.whole(v).cpu() for name, v in self.model.state_dict().items()}
-        self.ranks.at_first(lambda: torch.save(whole, path))
+        parallel.save(self.model.state_dict(), self.ranks, path)
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state` returned.
@@ -367,7 +370,7 @@ class Trainer:
         self.optimizer.zero_grad()
         total, suspect = 0.0, batches[0][0]
         for place, (inputs, targets) in enumerate(batches, start=1):
-            with self._reduced(at_once=place == len(batches)):
+            with parallel.gradients(self._forward, summed=place == len(batches)):
                 loss = self.loss_of(inputs, targets) * (len(targets) / rows)
                 suspect = inputs if math.isfinite(total) else suspect
                 total += loss.item()
@@ -378,10 +381,6 @@ class Trainer:
         if not self.faults.skips:
             self._require_finite(total, self.done + 1, "the loss", suspect)
         return total, suspect
-
-    def _reduced(self, *, at_once: bool) -> AbstractContextManager[Any]:
-        """For one batch of a step, after the last of which gradients are summed over ranks."""
-        return nullcontext() if at_once else parallel.gradients_later(self._forward)
 
     def _require_finite(self, value: float, step: int, what: str, inputs: Tensor) -> None:
         if not math.isfinite(value):
