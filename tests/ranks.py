@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ Results = Callable[[Job], list[Outcome]]
 
 def _rank_main(rank: int, folder: str, jobs: Sequence[Job], ranks: int) -> None:
     torch.set_num_threads(1)
+    os.chdir(folder)
     store = dist.FileStore(f"{folder}/store", ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     try:
@@ -30,7 +32,7 @@ def _rank_main(rank: int, folder: str, jobs: Sequence[Job], ranks: int) -> None:
 
 
 def run_on_ranks(jobs: Sequence[Job], folder: Path, ranks: int = 2) -> Results:
-    """Runs every job once on so many ranks; gives what each rank found for one of them."""
+    """Runs every job once on so many ranks, in a folder; gives what each rank found for one."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
     mp.start_processes(
         _rank_main, (str(folder), jobs, ranks), nprocs=ranks, start_method="forkserver"

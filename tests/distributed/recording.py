@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mixprec import linear_products
 from mixprec.quantization import QuantizedTensor
+from mixprec.scaling import times_blocks
 
 AXES = ("MK", "NK", "MN", "KN", "NM", "KM")
 Span = tuple[int, int]
@@ -38,6 +39,9 @@ def recorded() -> Iterator[list[Used]]:
             # a product may overwrite values that were decoded at once
             amax = made.tensor_amax
             codes = made.codes.clone()
+            if made.is_decoded and made.scale is not None and not made.is_scaled:
+                # large ones are times their blocks' scales at once
+                codes = times_blocks(codes, made.block_scale, made.spec.block)
             used.append(Used(position, x.shape, codes, made.scale, amax, made.spec.block))
         return made
 

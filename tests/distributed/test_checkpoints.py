@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -25,7 +24,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not dist.is_gloo_available(), reason="gloo is not built in"),
 ]
-FOLDER = "MIXPREC_TEST_FOLDER"
 # masters, their types and what a loss scaler knows are all of a sharded checkpoint's kinds of state
 RECIPES = {"delayed": "fp8_delayed", "masters": '{variant_of = "fp16_pure", update = "masters"}'}
 
@@ -52,7 +50,7 @@ def went(
 
 
 def folder(recipe: str, name: str) -> Path:
-    return Path(os.environ[FOLDER]) / f"{recipe}_{name}"
+    return Path.cwd() / f"{recipe}_{name}"
 
 
 def losses(recipe: str, name: str) -> list[float]:
@@ -87,7 +85,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What three ranks found, after one process stopped runs that they go on with."""
     place = tmp_path_factory.mktemp("runs")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(FOLDER, str(place))
+        patch.chdir(place)
         for recipe in RECIPES:
             went(recipe, "straight", "none")
             went(recipe, "alone", "none", stop=5)

@@ -1,4 +1,4 @@
-"""What several ranks are refused, and a model's file on a disk that is full."""
+"""What ranks take from the first of them, and a model's file on a disk that is full."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ import pytest
 import torch
 from torch import nn
 
-from mixprec.recipes import RECIPES
 from mixprec.train import parallel
 from mixprec.train.distributed import Ranks
 
 CPU = torch.device("cpu")
 
 
-def test_statistics_of_batches_are_refused_on_several_ranks() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    with pytest.raises(ValueError, match="model: got 1, a BatchNorm1d, on several ranks"):
-        parallel.spread(model, Ranks(device=CPU, size=2, strategy="ddp"), RECIPES["fp32"])
-    parallel.spread(model, Ranks(device=CPU), RECIPES["fp32"])
+def test_running_statistics_are_found_and_nothing_else() -> None:
+    norm = nn.BatchNorm1d(4)
+    model = nn.Sequential(nn.Linear(4, 4), norm, nn.LayerNorm(4))
+    found = parallel.statistics(model)
+    assert list(map(id, found)) == list(map(id, norm.buffers()))
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")

@@ -43,7 +43,6 @@ def spread(model: nn.Module, ranks: Ranks, recipe: Recipe) -> None:
     that the recipe leaves in another are parts of their own.
     """
     if ranks.size > 1:
-        _check_statistics(model)
         distribute(model)
     if ranks.strategy != "fsdp":
         return
@@ -67,15 +66,10 @@ def spread(model: nn.Module, ranks: Ranks, recipe: Recipe) -> None:
             sharded.set_reduce_scatter_unused_params(True, recurse=False)
 
 
-def _check_statistics(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        has_statistics = getattr(module, "running_mean", None) is not None
-        if has_statistics and not isinstance(module, nn.SyncBatchNorm):
-            raise ValueError(
-                f"model: got {name}, a {type(module).__name__}, on several ranks; each would have "
-                "statistics of its own rows, and no two runs the same; use nn.SyncBatchNorm (on "
-                "GPUs), a norm without running statistics, or one process"
-            )
+def statistics(model: nn.Module) -> list[Tensor]:
+    """The running statistics of batches, which each rank has of its own rows."""
+    found = (m for m in model.modules() if getattr(m, "running_mean", None) is not None)
+    return [buffer for module in found for buffer in module.buffers(recurse=False)]
 
 
 def blocks(model: nn.Module) -> Iterator[nn.Module]:
