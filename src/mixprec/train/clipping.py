@@ -6,8 +6,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from mixprec.amp.gradients import total_norm
 from mixprec.train.faults import NonFiniteError
-from mixprec.train.parallel import whole
 
 
 def clip(parameters: Iterable[tuple[str, Tensor]], largest: float, step: int) -> float:
@@ -20,14 +20,11 @@ def clip(parameters: Iterable[tuple[str, Tensor]], largest: float, step: int) ->
     Raises: NonFiniteError: The norm of the step is not finite; the gradients stay.
     """
     named = [(name, p.grad) for name, p in parameters if p.grad is not None]
-    norms = [
-        whole(torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32)))
-        for _, grad in named
-    ]
-    norm = torch.linalg.vector_norm(torch.stack(norms)).item() if norms else 0.0
+    norm = total_norm([grad for _, grad in named], 2.0).item()
     if not math.isfinite(norm):
-        bad = [name for (name, _), part in zip(named, norms, strict=True) if not part.isfinite()]
-        fault = f"gradient {bad[0]}" if bad else "the sum over all gradients"
+        bad = (name for name, grad in named if not total_norm([grad], 2.0).isfinite())
+        name = next(bad, None)
+        fault = "the sum over all gradients" if name is None else f"gradient {name}"
         raise NonFiniteError(step, "the gradient's norm", fault)
     if norm > largest:
         torch._foreach_mul_([grad for _, grad in named], largest / norm)
