@@ -72,6 +72,12 @@ def statistics(model: nn.Module) -> list[Tensor]:
     return [buffer for module in found for buffer in module.buffers(recurse=False)]
 
 
+def share_statistics(model: nn.Module, ranks: Ranks) -> None:
+    """Take over the first rank's running statistics, as DDP does."""
+    if ranks.size > 1:
+        ranks.take_from_first(statistics(model))
+
+
 def blocks(model: nn.Module) -> Iterator[nn.Module]:
     """The parts that are gathered one at a time: children of its outermost lists of modules.
 
@@ -99,13 +105,12 @@ def callable_of(model: nn.Module, ranks: Ranks, config: Config) -> nn.Module:
     A sharded model's weights are gathered in codes from now on, where the configuration and the
     recipes allow it; compiled code gathers parameters.
     """
+    is_asked = ranks.strategy == "fsdp" and config.distributed.gather == "codes"
     is_eager = config.train.compile is False
-    if ranks.strategy == "fsdp" and config.distributed.gather == "codes" and is_eager:
-        is_asked = next(converted_layers(model), None) is not None and not gathers_codes(model)
-        if is_asked:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", category=UserWarning)
-                gather_codes(model)
+    if is_asked and is_eager and any(converted_layers(model)) and not gathers_codes(model):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=UserWarning)
+            gather_codes(model)
     if ranks.strategy != "ddp" or ranks.size == 1:
         return model
     if not any(parameter.requires_grad for parameter in model.parameters()):

@@ -47,7 +47,7 @@ def replay(trainer: Trainer, step: int) -> NonFinite | None:
 
 def _step(trainer: Trainer, batches: list[Batch]) -> list[Tensor]:
     """The step's gradients, or the losses that are not finite."""
-    scale = trainer.scaler.get_scale() if trainer.scaler.is_enabled() else 1.0
+    scale = trainer.loss_scale or 1.0
     rows = sum(len(targets) for _, targets in batches)
     torch.manual_seed(stream_seed("step", trainer.config.train.seed, trainer.done))
     bad = []

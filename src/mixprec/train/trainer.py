@@ -375,8 +375,7 @@ class Trainer:
                 suspect = inputs if math.isfinite(total) else suspect
                 total += loss.item()
                 self.scaler.scale(loss).backward()
-        # of several ranks' the first one's, as DDP has it
-        self.ranks.take_from_first(parallel.statistics(self.model))
+        parallel.share_statistics(self.model, self.ranks)
         if isinstance(self.optimizer, MixedPrecision):
             self.optimizer.widen_gradients()
         (total,) = self.ranks.sums(total)
