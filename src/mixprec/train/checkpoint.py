@@ -84,7 +84,7 @@ def save(
     """
     target = folder / f"step_{step:08d}"
     beside, replaced = folder / f"{_WRITING}{target.name}", folder / f"{_REPLACED}{target.name}"
-    _clear(folder, _WRITING, _REMOVING)
+    clear(folder, _WRITING, _REMOVING)
     try:
         beside.mkdir(parents=True)
         if shards is not None:
@@ -108,11 +108,12 @@ def save(
     for stale in steps[: max(0, place - keep)] + steps[place:]:
         if stale != spared:
             os.replace(stale, folder / f"{_REMOVING}{stale.name}")
-    _clear(folder, _REPLACED, _REMOVING)
+    clear(folder, _REPLACED, _REMOVING)
     return target
 
 
-def _clear(folder: Path, *prefixes: str) -> None:
+def clear(folder: Path, *prefixes: str) -> None:
+    """Remove the folders in a folder whose names begin so; what cannot be removed stays."""
     for prefix in prefixes:
         for leftover in folder.glob(f"{prefix}*"):
             shutil.rmtree(leftover, ignore_errors=True)

@@ -12,9 +12,8 @@ All ranks see the same folder. Which checkpoint is whole is decided by the first
 Source: torch.distributed.checkpoint's HuggingFaceStorageWriter and HuggingFaceStorageReader.
 """
 
-import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -43,10 +42,17 @@ def save(
     Raises: OSError: A rank cannot write, on every rank; the checkpoints before it are kept.
     """
     shards: dict[str, Tensor] = {}
-    plain = {name: _without_shards(value, name, shards) for name, value in tree.items()}
+
+    def named(path: str, leaf: Any) -> Any:
+        if not hasattr(leaf, "device_mesh"):
+            return leaf
+        shards[path] = leaf.detach()
+        return Shards(name=path)
+
+    plain = {name: _mapped(value, named, name) for name, value in tree.items()}
     beside = folder / f"{_BESIDE}{step:08d}" if shards else None
     if beside is not None:
-        ranks.at_first(lambda: _clear(folder))
+        ranks.at_first(lambda: checkpoint.clear(folder, _BESIDE))
         _write(beside, shards)
     return ranks.at_first(
         lambda: checkpoint.save(folder, step, plain, keep=keep, spare=spare, shards=beside)
@@ -63,7 +69,13 @@ def assembled(tree: Mapping[str, Any], mesh: Any) -> dict[str, Any]:
 
     Raises: CheckpointError: A shard cannot be read.
     """
-    found = {leaf.name: leaf for leaf in _leaves(tree)}
+    found: dict[str, Shards] = {}
+
+    def note(_: str, leaf: Any) -> None:
+        if isinstance(leaf, Shards):
+            found[leaf.name] = leaf
+
+    _mapped(tree, note, "")
     if not found:
         return dict(tree)
     from torch.distributed import checkpoint as torch_checkpoint
@@ -90,7 +102,11 @@ def assembled(tree: Mapping[str, Any], mesh: Any) -> dict[str, Any]:
             f"checkpoint: got {folder.parent}; its shards cannot be read ({_cause(error)}); choose "
             "another"
         ) from error
-    return {name: _filled(value, tensors) for name, value in tree.items()}
+
+    def filled(_: str, leaf: Any) -> Any:
+        return tensors[leaf.name] if isinstance(leaf, Shards) else leaf
+
+    return {name: _mapped(value, filled, name) for name, value in tree.items()}
 
 
 def placed(state: Mapping[Any, Any], held: Mapping[Any, Tensor]) -> dict[Any, Any]:
@@ -126,11 +142,6 @@ def _placed_like(value: Any, held: Tensor) -> Any:
     return distribute_tensor(value.to(held.device), mesh, placements, src_data_rank=None)
 
 
-def _clear(folder: Path) -> None:
-    for leftover in folder.glob(f"{_BESIDE}*"):
-        shutil.rmtree(leftover, ignore_errors=True)
-
-
 def _write(folder: Path, shards: dict[str, Tensor]) -> None:
     from torch.distributed import checkpoint as torch_checkpoint
 
@@ -151,41 +162,14 @@ def _cause(error: Any) -> str:
     return (str(failures[0]).splitlines() or [type(failures[0]).__name__])[0]
 
 
-def _without_shards(value: Any, path: str, shards: dict[str, Tensor]) -> Any:
-    """The tree with a name for each tensor of which this rank has a part; these by their names."""
-    if hasattr(value, "device_mesh"):
-        shards[path] = value.detach()
-        return Shards(name=path)
+def _mapped(value: Any, change: Callable[[str, Any], Any], path: str) -> Any:
+    """A tree with each leaf as a function of its path and itself gives it."""
     if isinstance(value, Mapping):
-        return {
-            key: _without_shards(entry, f"{path}/{key}", shards) for key, entry in value.items()
-        }
+        return {key: _mapped(entry, change, f"{path}/{key}") for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(
-            _without_shards(entry, f"{path}/{place}", shards) for place, entry in enumerate(value)
-        )
-    return value
-
-
-def _leaves(value: Any) -> Iterator[Shards]:
-    if isinstance(value, Shards):
-        yield value
-    elif isinstance(value, Mapping):
-        for entry in value.values():
-            yield from _leaves(entry)
-    elif isinstance(value, list | tuple):
-        for entry in value:
-            yield from _leaves(entry)
-
-
-def _filled(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    if isinstance(value, Shards):
-        return tensors[value.name]
-    if isinstance(value, Mapping):
-        return {key: _filled(entry, tensors) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_filled(entry, tensors) for entry in value)
-    return value
+        items = (_mapped(entry, change, f"{path}/{i}") for i, entry in enumerate(value))
+        return type(value)(items)
+    return change(path, value)
 
 
 @contextmanager
