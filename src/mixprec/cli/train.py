@@ -19,10 +19,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-_STOP_SIGNALS = [
-    getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)
-]
-
 
 def train(
     config: Annotated[Path, typer.Argument(help="A TOML file.", metavar="CONFIG")],
@@ -117,6 +113,8 @@ def _asked_to_stop() -> Iterator[threading.Event]:
 
     After a first SIGINT (Ctrl-C) the next one ends the program at once.
     """
+    from mixprec.train.faults import STOP_SIGNALS
+
     asked = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield asked
@@ -132,7 +130,7 @@ def _asked_to_stop() -> Iterator[threading.Event]:
         name = signal.Signals(number).name
         os.write(2, f"mixprec: {name}: saving a checkpoint after this step{again}\n".encode())
 
-    before = {number: signal.signal(number, note) for number in _STOP_SIGNALS}
+    before = {number: signal.signal(number, note) for number in STOP_SIGNALS}
     try:
         yield asked
     finally:

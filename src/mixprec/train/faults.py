@@ -16,6 +16,7 @@ What lowers a dynamic loss scale is no fault: such a step is skipped whatever th
 scale is at its floor.
 """
 
+import signal
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -27,6 +28,11 @@ from mixprec.amp.scaler_state import StepOutcome
 
 EXIT_CODES = {"finished": 0, "error": 1, "nonfinite": 3, "preempted": 75}
 """How a run ends, as `result.json` has it, and the exit code of the command line."""
+# the last one is not on Windows
+STOP_SIGNALS = tuple(
+    getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)
+)
+"""What asks a run to save a checkpoint and end."""
 
 
 class NonFiniteError(ArithmeticError):

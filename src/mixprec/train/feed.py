@@ -14,11 +14,11 @@ from torch.utils import data as torch_data
 from mixprec.train.config import Config
 from mixprec.train.data import open_dataset
 from mixprec.train.distributed import Ranks
+from mixprec.train.faults import STOP_SIGNALS
 from mixprec.train.models import model_arguments
 from mixprec.train.splits import Batch, Dataset, Items, Rows, epoch_order
 
 _AHEAD = 2
-_HAS_USR1 = hasattr(signal, "SIGUSR1")  # not on Windows
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -225,7 +225,7 @@ def _leave_signals(_: int) -> None:
 
     Workers end when it tells them to, or is gone.
     """
-    for number in (signal.SIGINT, signal.SIGTERM, *([signal.SIGUSR1] if _HAS_USR1 else [])):
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
