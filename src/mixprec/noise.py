@@ -136,8 +136,7 @@ class Noise:
         """That of a part of a tensor of so many columns, from a row (axis 0) or column on."""
         if axis == 0:
             return replace(self, row=self.row + start)
-        columns = self.columns if self.columns is not None else self.column + width
-        return replace(self, column=self.column + start, columns=columns)
+        return replace(self, column=self.column + start, columns=self.columns_of(width))
 
     def keys(self, device: torch.device | str | None) -> tuple[Any, Any]:
         """The two halves of the key; numbers where the step can be read without waiting."""

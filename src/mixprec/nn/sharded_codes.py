@@ -246,8 +246,9 @@ class ShardedCodes:
         return index == 0 and self._specs[index].block[0] == 1
 
     def _own_slice(self, index: int) -> slice:
-        first = self.shards.first if self._has_own_rows(index) else 0
-        return slice(first, first + len(self.local)) if self._has_own_rows(index) else slice(None)
+        if not self._has_own_rows(index):
+            return slice(None)
+        return slice(self.shards.first, self.shards.first + len(self.local))
 
     def _make_scales(self, layer: QuantizedLayer) -> None:
         if not self.is_reduced:
