@@ -10,23 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from train.conftest import write_idx_folder
 
 from mixprec.train.config import load
 from mixprec.train.trainer import Trainer
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.toml"))
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("digits")
-    file = folder / "small.toml"
-    file.write_text(
-        f'[data]\npath = "{write_idx_folder(folder)}"\nbatch_size = 8\n'
-        "[optimizer]\nlr = 0.1\n[train]\nepochs = 1\n[checkpoint]\nevery = 2\n"
-    )
-    return file
 
 
 @pytest.fixture(autouse=True)

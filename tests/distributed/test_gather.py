@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import Job, Outcome, Results, run_on_ranks
+from ranks import Job, Outcome, Results
 from sharded_networks import batch, full, network, sharded, trained
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -294,23 +294,10 @@ JOBS: dict[int, tuple[Job, ...]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def on_two(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """What each of two ranks found for a job."""
-    return run_on_ranks(JOBS[2], tmp_path_factory.mktemp("ranks"), 2)
-
-
-@pytest.fixture(scope="module")
-def on_three(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """What each of three ranks found for a job."""
-    return run_on_ranks(JOBS[3], tmp_path_factory.mktemp("ranks"), 3)
-
-
 @pytest.fixture(params=JOBS)
-def on_ranks(request: pytest.FixtureRequest) -> Results:
+def on_ranks(request: pytest.FixtureRequest, results_of: Callable[[int], Results]) -> Results:
     """Two ranks, then three."""
-    results: Results = request.getfixturevalue({2: "on_two", 3: "on_three"}[request.param])
-    return results
+    return results_of(request.param)
 
 
 def test_training_has_the_bits_of_ordinary_gathers(on_ranks: Results) -> None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Job, Outcome, Results, run_on_ranks
+from ranks import Job, Outcome, Results
 from rich.console import Console
 
 from distributed.small_runs import (
@@ -152,26 +152,9 @@ JOBS = {
 
 
 @pytest.fixture(scope="module")
-def on_two(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """What each of two ranks found for a job."""
-    return run_on_ranks(JOBS[2], tmp_path_factory.mktemp("trained"), 2)
-
-
-@pytest.fixture(scope="module")
-def on_three(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """What each of three ranks found for a job."""
-    return run_on_ranks(JOBS[3], tmp_path_factory.mktemp("trained"), 3)
-
-
-def results_of(size: int, request: pytest.FixtureRequest) -> Results:
-    results: Results = request.getfixturevalue({2: "on_two", 3: "on_three"}[size])
-    return results
-
-
-@pytest.fixture(scope="module")
-def found_of(request: pytest.FixtureRequest) -> Callable[[int, Job, str], Outcome]:
+def found_of(results_of: Callable[[int], Results]) -> Callable[[int, Job, str], Outcome]:
     """What ranks found for a job and a recipe; fails where they do not agree to the bit."""
-    of_job = cache(lambda size, job: results_of(size, request)(job))
+    of_job = cache(lambda size, job: results_of(size)(job))
 
     def found(size: int, job: Job, recipe: str) -> Outcome:
         outcome: Outcome = joined([of_rank[recipe] for of_rank in of_job(size, job)])
@@ -225,8 +208,10 @@ def test_steps_are_near_where_slices_cut_blocks_or_are_empty(
 
 
 @pytest.mark.parametrize("size", STRATEGY)
-def test_nan_on_one_rank_stops_or_skips_on_all(size: int, request: pytest.FixtureRequest) -> None:
-    first, *others = results_of(size, request)(with_a_nan)
+def test_nan_on_one_rank_stops_or_skips_on_all(
+    results_of: Callable[[int], Results], size: int
+) -> None:
+    first, *others = results_of(size)(with_a_nan)
     assert all(other == first for other in others)
     assert first["stop"].endswith("the first tensor at fault is the input batch")
     assert first["skip"].startswith("done 5, skipped ")
