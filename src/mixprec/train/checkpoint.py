@@ -199,6 +199,15 @@ def seed_generators(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def seed_step(seed: int, device: torch.device) -> None:
+    """Seed torch's global generators that a step on a device draws from."""
+    if device.type == "cpu":
+        # torch.manual_seed notes for devices that are not there who asked, which takes 1 ms
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.manual_seed(seed)
+
+
 def set_generators(state: Mapping[str, Any], device: torch.device) -> None:
     """Put back what `generators` returned; a device that the state does not know stays as it is."""
     name, keys, *rest = state["numpy"]

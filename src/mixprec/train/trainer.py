@@ -366,7 +366,8 @@ class Trainer:
         """
         batches = self.batches(self.done)
         rows = self._feed.num_rows(self.done)
-        torch.manual_seed(self.ranks.seed("step", self.config.train.seed, self.done))
+        seed = self.ranks.seed("step", self.config.train.seed, self.done)
+        checkpoint.seed_step(seed, self.device)
         self.optimizer.zero_grad()
         total, suspect = 0.0, batches[0][0]
         for place, (inputs, targets) in enumerate(batches, start=1):
