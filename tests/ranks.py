@@ -13,7 +13,15 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 # imported once for all ranks of all tests, in a process that does nothing else and so can be forked
-PRELOADED = ["mixprec", "pytest", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"]
+PRELOADED = [
+    "mixprec.train.loop",
+    "numba",
+    "pytest",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+]
 Outcome = dict[str, Any]
 Job = Callable[[int], Outcome]
 Results = Callable[[Job], list[Outcome]]

@@ -25,6 +25,7 @@ from mixprec.train.splits import Dataset, Split
 CPU = torch.device("cpu")
 # one row is left for the last step of an epoch: the other ranks have none then
 ROWS, BATCH, STEPS = 22, 7, 20
+STEEP = 5
 _SHARD = "this rank's rows"
 
 
@@ -40,19 +41,34 @@ class Net(nn.Module):
         return self.head(x + self.blocks(x))
 
 
+def loss(output: Tensor, targets: Tensor) -> Tensor:
+    """Cross entropy; the gradient of a row of class `STEEP` is NaN."""
+    steep = (output[targets == STEEP].sum() * 0).sqrt()
+    return F.cross_entropy(output, targets % STEEP) + steep
+
+
 @contextmanager
 def small_net() -> Iterator[None]:
     """A stretch in which configurations train it."""
     with pytest.MonkeyPatch.context() as patch:
-        use(patch, ModelEntry(build=Net, loss=F.cross_entropy))
+        use(patch, ModelEntry(build=Net, loss=loss))
         yield
 
 
-def data(rows: int = ROWS) -> Dataset:
-    """Rows of 32 numbers in 5 classes."""
+def data(rows: int = ROWS, *, batch: int | None = None, gradient: int | None = None) -> Dataset:
+    """Rows of 32 numbers in 5 classes.
+
+    Args:
+        batch: The row that is to have NaN in its numbers.
+        gradient: The row whose loss is finite and has NaN for its gradient.
+    """
     generator = torch.Generator().manual_seed(3)
     inputs = torch.randn(rows + 5, 32, generator=generator)
     targets = torch.randint(0, 5, (rows + 5,), generator=generator)
+    if batch is not None:
+        inputs[batch, 3] = torch.nan
+    if gradient is not None:
+        targets[gradient] = STEEP
     train, rest = slice(0, rows), slice(rows, None)
     return Dataset(
         train=Split(inputs=inputs[train], targets=targets[train]),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable
 from functools import cache
 from io import StringIO
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -12,6 +15,7 @@ import torch
 import torch.distributed as dist
 from ranks import Job, Outcome, Results
 from rich.console import Console
+from train.test_mixed_precision import leaves
 
 from distributed.small_runs import (
     BATCH,
@@ -29,17 +33,21 @@ from distributed.small_runs import (
 )
 from mixprec.nn import count_gathers
 from mixprec.recipes import RECIPES
+from mixprec.train import checkpoint
 from mixprec.train import trainer as train
+from mixprec.train.checkpoint import Shards
 from mixprec.train.distributed import Strategy
 from mixprec.train.faults import NonFiniteError
 from mixprec.train.loop import run
+from mixprec.train.sharded_checkpoint import assembled
 from mixprec.train.trainer import Trainer
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not dist.is_gloo_available(), reason="gloo is not built in"),
 ]
-STRATEGY: dict[int, Strategy] = {2: "fsdp", 3: "ddp"}
+SIZES = (2, 3)
+STRATEGIES: tuple[Strategy, ...] = ("ddp", "fsdp")
 # one with a loss scale, and one of each kind of scale, with noise among them
 KINDS = ("fp16", "fp8_delayed", "fp8_rowwise", "nvfp4")
 
@@ -50,27 +58,33 @@ class Slicing(NamedTuple):
     rows: int
     batch: int
     steps: int
+    is_bad: bool = False
 
     def trainer(self, recipe: str, strategy: Strategy = "none") -> Trainer:
         shared = () if strategy == "none" else (ranks(strategy),)
-        return Trainer(config(recipe, batch=self.batch), data(self.rows), *shared)
+        skips = ["train.on_nonfinite=skip"] if self.is_bad else []
+        rows = data(self.rows, **(BAD if self.is_bad else {}))
+        return Trainer(config(recipe, *skips, batch=self.batch), rows, *shared)
 
 
 def whole_blocks(size: int) -> Slicing:
     """Slices begin where blocks of up to 128 rows do, so that all values are one process's."""
-    return Slicing(rows=4 * 128 * size, batch=128 * size, steps=STEPS)
+    return Slicing(rows=4 * 128 * size, batch=128 * size, steps=STEPS if size == 2 else 5)
 
 
 # blocks of rows begin elsewhere on each rank; an epoch ends with one row
 CUT_BLOCKS = Slicing(rows=ROWS, batch=BATCH, steps=5)
+# the second step has the one row, on the first rank; the third has the other, on the second rank
+BAD = {"gradient": 46, "batch": 250}
+SKIPPED = Slicing(rows=256, batch=64, steps=5, is_bad=True)
 
 
 def recipes_of(size: int) -> tuple[str, ...]:
     return tuple(RECIPES) if size == 2 else KINDS
 
 
-def steps(recipe: str, slicing: Slicing) -> Outcome:
-    trainer = slicing.trainer(recipe, STRATEGY[dist.get_world_size()])
+def steps(recipe: str, slicing: Slicing, strategy: Strategy) -> Outcome:
+    trainer = slicing.trainer(recipe, strategy)
     states, losses = [], []
     weights: list[str] = []
     for _ in range(slicing.steps):
@@ -90,33 +104,54 @@ def steps(recipe: str, slicing: Slicing) -> Outcome:
     }
 
 
+def of_each(recipes: tuple[str, ...], slicing: Slicing) -> Outcome:
+    """The steps of every recipe under both strategies."""
+    with small_net():
+        return {
+            f"{strategy} {recipe}": steps(recipe, slicing, strategy)
+            for strategy in STRATEGIES
+            for recipe in recipes
+        }
+
+
 def with_whole_blocks(rank: int) -> Outcome:
     size = dist.get_world_size()
-    with small_net():
-        return {recipe: steps(recipe, whole_blocks(size)) for recipe in recipes_of(size)}
+    return of_each(recipes_of(size), whole_blocks(size))
 
 
 def with_cut_blocks(rank: int) -> Outcome:
-    with small_net():
-        return {recipe: steps(recipe, CUT_BLOCKS) for recipe in KINDS}
+    return of_each(KINDS, CUT_BLOCKS)
 
 
-def with_a_nan(rank: int) -> Outcome:
+def skipping(rank: int) -> Outcome:
+    return of_each(KINDS, SKIPPED)
+
+
+def going_back(rank: int) -> Outcome:
+    runs = [(strategy, recipe) for strategy in STRATEGIES for recipe in KINDS]
+    return {f"{strategy} {recipe}": str(went_back(recipe, strategy)) for strategy, recipe in runs}
+
+
+def went_back(recipe: str, strategy: Strategy) -> Path:
+    """The folder of a run of 5 steps, of which the third has a batch that is not finite."""
+    settings = ["train.on_nonfinite=rollback", "checkpoint.every=2", "checkpoint.keep=9"]
+    rest = ["train.steps=5", "train.log_every=1", f"distributed.strategy={strategy}"]
+    out = Path.cwd() / f"{strategy}_{recipe}"
+    with small_net(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "dataset_of", lambda _: data(256, batch=BAD["batch"]))
+        run(config(recipe, *settings, *rest, batch=64), out=out, console=Console(quiet=True))
+    return out
+
+
+def stopping(rank: int) -> Outcome:
     found: Outcome = {}
     with small_net():
-        for policy in ("stop", "skip"):
-            rows = data()
-            rows.train.inputs[4, 3] = torch.nan  # type: ignore[attr-defined]
-            settings = [f"train.on_nonfinite={policy}", "train.nonfinite_limit=9"]
-            sharing = ranks(STRATEGY[dist.get_world_size()])
-            trainer = Trainer(config("fp16", *settings), rows, sharing)
-            try:
-                for _ in range(5):
-                    trainer.step()
-                found[policy] = f"done {trainer.done}, skipped {trainer.skipped}"
-            except NonFiniteError as error:
-                found[policy] = str(error)
-            found[f"{policy} end"] = digest(whole(trainer.model.state_dict()))
+        for strategy in STRATEGIES:
+            trainer = Trainer(config("fp16"), data(batch=4), ranks(strategy))
+            with pytest.raises(NonFiniteError) as caught:
+                list(map(Trainer.step, [trainer] * 5))
+            found[strategy] = str(caught.value)
+            found[f"{strategy} end"] = digest(whole(trainer.model.state_dict()))
     return found
 
 
@@ -146,18 +181,25 @@ def figures(rank: int) -> Outcome:
 
 
 JOBS = {
-    2: (with_whole_blocks, with_cut_blocks, with_a_nan, with_a_bad_shard, figures),
-    3: (with_whole_blocks, with_cut_blocks, with_a_nan),
+    2: (
+        with_whole_blocks,
+        skipping,
+        going_back,
+        stopping,
+        with_a_bad_shard,
+        figures,
+    ),
+    3: (with_whole_blocks, with_cut_blocks, stopping),
 }
 
 
 @pytest.fixture(scope="module")
 def found_of(results_of: Callable[[int], Results]) -> Callable[[int, Job, str], Outcome]:
-    """What ranks found for a job and a recipe; fails where they do not agree to the bit."""
+    """What ranks found for a strategy and recipe; fails where they do not agree to the bit."""
     of_job = cache(lambda size, job: results_of(size)(job))
 
-    def found(size: int, job: Job, recipe: str) -> Outcome:
-        outcome: Outcome = joined([of_rank[recipe] for of_rank in of_job(size, job)])
+    def found(size: int, job: Job, case: str) -> Outcome:
+        outcome: Outcome = joined([of_rank[case] for of_rank in of_job(size, job)])
         return outcome
 
     return found
@@ -170,7 +212,7 @@ def require_steps_of_one_process(mine: Outcome, alone: Trainer, distance: float)
     for state, loss, there in zip(mine["states"], mine["losses"], mine["models"], strict=True):
         alone.load_state({**state, "generators": generators})
         with weight_operands(weights):
-            assert alone.step().loss == pytest.approx(loss, rel=1e-6)
+            assert alone.step().loss == pytest.approx(loss, rel=1e-6, nan_ok=True)
         for name, value in alone.model.state_dict().items():
             away = (value.double() - there[name].double()).norm()
             assert away <= distance * value.double().norm(), name
@@ -179,43 +221,83 @@ def require_steps_of_one_process(mine: Outcome, alone: Trainer, distance: float)
     assert mine["score"] == pytest.approx((score.loss, score.accuracy), rel=1e-2)
 
 
-CASES = [(size, recipe) for size in STRATEGY for recipe in recipes_of(size)]
+def recorded_losses(folder: Path) -> list[float]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line["loss"] for line in lines if "loss" in line]
 
 
-@pytest.mark.parametrize(("size", "recipe"), CASES)
+@cache
+def losses_of_one_process(recipe: str, slicing: Slicing) -> list[float]:
+    """Of a run of its own, the same for all strategies."""
+    alone = slicing.trainer(recipe)
+    return [alone.step().loss for _ in range(slicing.steps)]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("size", "recipe"), [(n, r) for n in SIZES for r in recipes_of(n)])
 def test_each_step_and_the_whole_run_are_those_of_one_process(
-    found_of: Callable[..., Outcome], size: int, recipe: str
+    found_of: Callable[..., Outcome], size: int, recipe: str, strategy: Strategy
 ) -> None:
     slicing = whole_blocks(size)
-    mine = found_of(size, with_whole_blocks, recipe)
+    mine = found_of(size, with_whole_blocks, f"{strategy} {recipe}")
     with small_net():
-        alone = slicing.trainer(recipe)
-        losses = [alone.step().loss for _ in range(slicing.steps)]
         # sums in another order round 16-bit weights elsewhere
         distance = 1e-3 if recipe.endswith("_pure") else 1e-4
         require_steps_of_one_process(mine, slicing.trainer(recipe), distance)
-    assert mine["losses"] == pytest.approx(losses, rel=1e-3)
+        expected = losses_of_one_process(recipe, slicing)
+    assert mine["losses"] == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.parametrize("recipe", KINDS)
-@pytest.mark.parametrize("size", STRATEGY)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_steps_are_near_where_slices_cut_blocks_or_are_empty(
-    found_of: Callable[..., Outcome], size: int, recipe: str
+    found_of: Callable[..., Outcome], strategy: Strategy, recipe: str
 ) -> None:
-    mine = found_of(size, with_cut_blocks, recipe)
+    mine = found_of(3, with_cut_blocks, f"{strategy} {recipe}")
     with small_net():
         require_steps_of_one_process(mine, CUT_BLOCKS.trainer(recipe), 1e-2)
 
 
-@pytest.mark.parametrize("size", STRATEGY)
-def test_nan_on_one_rank_stops_or_skips_on_all(
-    results_of: Callable[[int], Results], size: int
+@pytest.mark.parametrize("recipe", KINDS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_skipped_steps_and_those_after_them_are_those_of_one_process(
+    found_of: Callable[..., Outcome], strategy: Strategy, recipe: str
 ) -> None:
-    first, *others = results_of(size)(with_a_nan)
+    mine = found_of(2, skipping, f"{strategy} {recipe}")
+    before, *after = (mine["states"][step] for step in (1, 2, 3))
+    for kind in ("model", "numerics", "optimizer"):
+        expected = dict(leaves(before[kind]))
+        assert all(dict(leaves(state[kind])) == expected for state in after)
+    assert [math.isnan(loss) for loss in mine["losses"]] == [False, False, True, False, False]
+    with small_net():
+        require_steps_of_one_process(mine, SKIPPED.trainer(recipe), 1e-4)
+
+
+@pytest.mark.parametrize("recipe", KINDS)
+def test_a_run_that_went_back_goes_on_as_that_of_one_process(
+    on_two: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    alone = went_back(recipe, "none")
+    for strategy in STRATEGIES:
+        first, *others = (Path(found[f"{strategy} {recipe}"]) for found in on_two(going_back))
+        assert others == [first]
+        assert json.loads((first / "result.json").read_text())["rollbacks"] == 1
+        assert recorded_losses(first) == pytest.approx(recorded_losses(alone), rel=1e-3)
+        to, there = (checkpoint.load(first / "checkpoints" / f"step_0000000{n}") for n in (2, 3))
+        in_shards = [isinstance(value, Shards) for value in there["model"].values()]
+        assert all(in_shards) == any(in_shards) == (strategy == "fsdp")
+        to, there = assembled(to, None), assembled(there, None)
+        for kind in ("model", "numerics", "optimizer"):
+            assert dict(leaves(there[kind])) == dict(leaves(to[kind]))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_nan_on_one_rank_stops_all(results_of: Callable[[int], Results], size: int) -> None:
+    first, *others = results_of(size)(stopping)
     assert all(other == first for other in others)
-    assert first["stop"].endswith("the first tensor at fault is the input batch")
-    assert first["skip"].startswith("done 5, skipped ")
-    assert not first["skip"].endswith(" 0")
+    for strategy in STRATEGIES:
+        assert first[strategy].endswith("the first tensor at fault is the input batch")
 
 
 def test_a_bad_shard_of_one_rank_is_seen_by_all(on_two: Results) -> None:
