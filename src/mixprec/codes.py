@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mixprec.formats import FloatFormat, get_format
+from mixprec.modes import on_numbers
 from mixprec.noise import Noise, signed
 from mixprec.rounding import (
     LAYOUTS,
@@ -254,7 +255,8 @@ def looked_up(table: Tensor, codes: Tensor) -> Tensor:
 @lru_cache(maxsize=64)
 def _table(fmt: FloatFormat, working: torch.dtype) -> Tensor:
     """The value of each byte."""
-    return _values_of(torch.arange(256, dtype=torch.uint8, device="cpu"), fmt, working)
+    with on_numbers():
+        return _values_of(torch.arange(256, dtype=torch.uint8, device="cpu"), fmt, working)
 
 
 def _values_of(codes: Tensor, fmt: FloatFormat, working: torch.dtype) -> Tensor:
@@ -387,4 +389,6 @@ def decode_pairs(packed: Tensor, fmt: FloatFormat) -> Tensor:
 @lru_cache(maxsize=8)
 def _pair_table(fmt: FloatFormat) -> Tensor:
     """[256, 2]: the values of the low and the high nibble of each byte."""
-    return decode(torch.arange(256, dtype=torch.uint8)[:, None], fmt, packed=True).contiguous()
+    with on_numbers():
+        both = torch.arange(256, dtype=torch.uint8, device="cpu")[:, None]
+        return decode(both, fmt, packed=True).contiguous()

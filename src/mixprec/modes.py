@@ -9,6 +9,7 @@ from types import FrameType
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 def is_autocast_on(x: Tensor) -> bool:
@@ -20,6 +21,11 @@ def without_modes() -> contextlib.AbstractContextManager[None]:
     """A stretch in which torch's function modes see nothing: no policy changes our arithmetic."""
     is_any_active = torch._C._len_torch_function_stack() > 0
     return torch._C.DisableTorchFunction() if is_any_active else contextlib.nullcontext()
+
+
+def on_numbers() -> contextlib.AbstractContextManager[object]:
+    """A stretch in which no mode sees operations: tensors that are made there can be kept."""
+    return _disable_current_modes()
 
 
 @contextlib.contextmanager
