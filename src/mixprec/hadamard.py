@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mixprec import loops
+from mixprec.noise import piece_starts
 from mixprec.scaling import is_column_major, pieces
 
 SIZE = 16
@@ -52,7 +53,7 @@ def hadamard(x: Tensor) -> Tensor:
     if step is None:
         return _butterfly(x.float() * signs).to(dtype)
     out = torch.empty_like(x, dtype=dtype)
-    for start in range(0, x.shape[axis], step):
+    for start in piece_starts(x.shape[axis], step):
         length = min(step, x.shape[axis] - start)
         own = signs.narrow(0, start, length) if axis else signs
         part = x.narrow(axis, start, length).float() * own

@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 Result = TypeVar("Result")
 GIB = 2**30
@@ -88,9 +87,9 @@ class live_bytes:
         for kept in (self._watches, self._sizes, self._apart):
             kept.clear()
 
-    def _note(self, value: object) -> None:
-        """Count the storages in a nested value that are new, or have another size than before."""
-        for storage in _storages(tree_leaves(value), meta=self._meta):
+    def _note(self, tensors: Iterable[Tensor]) -> None:
+        """Count the storages that are new, or have another size than before."""
+        for storage in _storages(tensors, meta=self._meta):
             key = storage._cdata
             if key in self._apart:
                 continue
@@ -123,17 +122,18 @@ class _Watch(TorchDispatchMode):
         # else the first operation imports the compiler, which takes seconds
         return False
 
-    def __init__(self, note: Callable[[object], None]) -> None:
+    def __init__(self, note: Callable[[Iterable[Tensor]], None]) -> None:
         super().__init__()
         self._note = note
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> object:
-        self._note((args, kwargs))
+        tensors = [*tensors_in(args), *tensors_in(kwargs)]
+        self._note(tensors)
         result = func(*args, **(kwargs or {}))
         # the arguments again: ``resize_`` and ``out=`` change what is there
-        self._note((args, kwargs, result))
+        self._note([*tensors, *tensors_in(result)])
         return result
 
 

@@ -11,6 +11,9 @@ Sources: the 32-bit mixer "lowbias32" and SplitMix64, both in the public domain.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,11 +29,27 @@ def signed(value: int, bits: int) -> int:
 
 _CACHED_BY_A_CORE = 1 << 17
 _ALL_64 = (1 << 64) - 1
+_most_pieces: ContextVar[int | None] = ContextVar("most_pieces", default=None)
 
 
 def cached_elements() -> int:
     """Elements that stay in the caches of the cores at work through several passes over them."""
     return _CACHED_BY_A_CORE * torch.get_num_threads()
+
+
+def piece_starts(length: int, step: int) -> range:
+    """Where the pieces of an axis start, each so many of its elements long."""
+    return range(0, length, step)[: _most_pieces.get()]
+
+
+@contextmanager
+def first_pieces_only() -> Iterator[None]:
+    """A stretch in which one piece stands for all: for tensors without numbers."""
+    token = _most_pieces.set(1)
+    try:
+        yield
+    finally:
+        _most_pieces.reset(token)
 
 
 def _splitmix(z: int | Tensor) -> Any:
@@ -108,11 +127,12 @@ class Noise:
         end = (self.row + rows) * columns
         has_high = isinstance(end, Tensor) or end > 1 << 32
         draws = torch.empty((len(outer), len(inner)), dtype=torch.int32, device=device)
-        length = len(outer)
+        length, starts = len(outer), range(min(1, len(outer)))
         if draws.device.type == "cpu" and not torch.compiler.is_compiling():
             length = max(1, cached_elements() // max(1, len(inner)))
+            starts = piece_starts(len(outer), length)
         spare = torch.empty_like(draws[:length])
-        for start in range(0, len(outer), max(1, length)):
+        for start in starts:
             part, first = draws[start : start + length], outer[start : start + length, None]
             torch.add(first.to(torch.int32), inner.to(torch.int32), out=part)
             _mix(part.bitwise_xor_(k0), spare[: len(part)]).add_(k1)

@@ -17,7 +17,7 @@ from mixprec import loops
 from mixprec.codes import code_dtype, codes_of, float8_dtype, round_to_codes
 from mixprec.formats import FloatFormat
 from mixprec.hadamard import hadamard
-from mixprec.noise import Noise
+from mixprec.noise import Noise, piece_starts
 from mixprec.quant_spec import UNSCALED, QuantSpec, as_spec
 from mixprec.quantized_tensor import QuantizedTensor, is_scaled_before_sum, matrix_shape
 from mixprec.rounding import (
@@ -251,7 +251,7 @@ def _scaled_codes(
             return _values_of_piece(x, spec, encode, noise, None)
         return _codes_of_piece(x, spec, encode, amax, noise, is_clean=is_clean)
     codes = torch.empty_like(x, dtype=torch.float32 if decoded else code_dtype(spec.format))
-    for start in range(0, x.shape[axis], step):
+    for start in piece_starts(x.shape[axis], step):
         length = min(step, x.shape[axis] - start)
         factors = encode if size == -1 else encode.narrow(axis, start // size, -(-length // size))
         own = noise and noise.at(start, axis, x.shape[1])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mixprec import loops
-from mixprec.noise import cached_elements
+from mixprec.noise import cached_elements, piece_starts
 from mixprec.rounding import can_look_at
 
 Block = tuple[int, int]
@@ -62,7 +62,11 @@ def block_amax(x: Tensor, block: Block) -> Tensor:
         x = torch.nn.functional.pad(x, (0, -columns % contraction, 0, -rows % free))
     rows_at_once = pieces(x, free)
     if rows_at_once is not None:
-        return torch.cat([block_amax(part, block) for part in x.split(rows_at_once)])
+        found = x.new_empty((num_blocks(rows, free), num_blocks(columns, contraction)))
+        for start in piece_starts(x.shape[0], rows_at_once):
+            part = block_amax(x[start : start + rows_at_once], block)
+            found[start // free :][: len(part)] = part
+        return found
     x = x.abs()
     if free > 1:
         # of NaN a maximum may come out with a sign, below which it would lie among bits

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
 
+from mixprec import codes
 from mixprec.bench.contender import Case, Contender, Settings
 from mixprec.bench.presets import EAGER, workload_of
-from mixprec.planning import plan, planner
+from mixprec.formats import get_format
+from mixprec.planning import plan
 from mixprec.planning.batches import META, row_of
 from mixprec.planning.memory import Memory
 from mixprec.planning.records import MemoryPlan
-from mixprec.planning.rehearsal import Rehearsal, Step, rehearse
+from mixprec.planning.rehearsal import Step
 from mixprec.planning.repeats import find_repeats
 from mixprec.recipes import get_recipe, with_base
 from mixprec.train.config import Config, from_dict
 from mixprec.train.config_fields import OptimizerConfig
 from mixprec.train.models import build_model
 
+# the presets' layers on fewer tokens: weights are quantised as ever, activations in less time
 MODELS: dict[str, dict[str, Any]] = {
     "mnist_cnn": {},
-    "vit": {"preset": "tiny"},
-    "gpt": {"preset": "tiny"},
+    "vit": {"preset": "tiny", "size": 64},
+    "gpt": {"preset": "tiny", "context": 64},
 }
 
 
@@ -34,12 +38,14 @@ def config(model: str, recipe: str, batch: int, **rest: Any) -> Config:
     )
 
 
-def measured(model: str, recipe: str, base: str | None, batch: int) -> dict[str, int | None]:
+def measured(
+    model: str, recipe: str, base: str | None, batch: int, **options: Any
+) -> dict[str, int | None]:
     """What the counters see of the second step of a real run."""
     resolved = get_recipe(recipe)
     resolved = resolved if base is None else with_base(resolved, base)
     contender = Contender(
-        workload_of(model, MODELS[model]),
+        workload_of(model, MODELS[model] | options),
         Case(label=recipe, recipe=resolved, mode=EAGER, batch=batch),
         Settings(device=torch.device("cpu"), optimizer=OptimizerConfig(name="adam", lr=1e-3)),
     )
@@ -90,50 +96,33 @@ def test_bytes_are_those_of_a_real_step(
     assert memory.parameters == real["param_bytes"]
     assert memory.gradients == real["grad_bytes"]
     assert memory.optimizer + memory.masters == real["optimizer_bytes"]
-    assert memory.activations == pytest.approx(real["saved_bytes"], rel=0.05)
+    assert memory.activations == pytest.approx(real["saved_bytes"], rel=0.001)
     assert memory.peak == pytest.approx(real["peak_bytes"], rel=0.05)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "batch", "tried"),
-    [("mxfp8", 64, 2**26), pytest.param("fp8_delayed", 160, 2**27, marks=pytest.mark.slow)],
-)
-def test_batches_too_large_to_be_tried_follow_from_smaller_ones(
-    recipe: str, batch: int, tried: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(planner, "_TRIED", tried)
-    made = plan(config("mnist_cnn", recipe, batch), "cpu").recipes[0]
-    assert made.memory.peak > tried
-    real = measured("mnist_cnn", recipe, None, batch)
-    assert made.memory.peak == pytest.approx(real["peak_bytes"], rel=0.05)
-    assert made.memory.gradients == real["grad_bytes"]
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "bf16"])
+def test_large_activations_are_those_of_a_real_step(recipe: str) -> None:
+    batch, options = 16, {"context": 256}
+    real = measured("gpt", recipe, None, batch, **options)
+    made = config("gpt", recipe, batch, model_options=MODELS["gpt"] | options)
+    memory = memory_of(made)
+    assert real["peak_bytes"] is not None
+    assert real["peak_bytes"] > 2**28
+    assert memory.activations == pytest.approx(real["saved_bytes"], rel=0.001)
+    assert memory.peak == pytest.approx(real["peak_bytes"], rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("target", "tried", "device"),
-    [("cpu", 2**28, "cpu"), ("cpu", 2**18, "meta"), ("h100", 2**28, "meta")],
-)
-def test_only_small_models_and_only_for_a_cpu_are_run(
-    target: str, tried: int, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    used: list[str] = []
-
-    def noting(step: Step, *arguments: Any) -> Rehearsal:
-        used.append(step.device.type)
-        return rehearse(step, *arguments)
-
-    monkeypatch.setattr("mixprec.planning.memory.rehearse", noting)
-    monkeypatch.setattr(planner, "_TRIED", tried)
-    entry = plan(small_gpt(), target).recipes[0]
-    assert used[-1] == device
-    assert entry.largest_batch > 2
-    assert entry.memory.peak > entry.memory.parameters
-
-
-def test_a_step_that_is_tried_leaves_the_generators_of_the_caller_alone() -> None:
+def test_a_plan_for_a_cpu_leaves_nothing_behind() -> None:
+    """Neither of the generators, nor of tables that are kept: numbers decode as before."""
     before = torch.get_rng_state()
-    plan(config("mnist_cnn", "fp32", 2), "cpu")
+    codes._pair_table.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan(config("mnist_cnn", "nvfp4", 2), "cpu", recipes=["nvfp4", "fp8_delayed"])
     assert torch.equal(before, torch.get_rng_state())
+    packed = torch.tensor([[0x21]], dtype=torch.uint8)
+    assert codes.decode_pairs(packed, get_format("e2m1")).tolist() == [[0.5, 1.0]]
 
 
 GPT = {"context": 16, "width": 32, "depth": 6, "heads": 4, "vocabulary": 256}

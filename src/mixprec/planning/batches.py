@@ -55,9 +55,7 @@ def row_of(config: Config) -> Row:
     return ROWS[name](options)
 
 
-def batch_of(row: Row, rows: int, device: torch.device = META) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of so many rows: normal numbers, or zeros where they are whole ones."""
+def batch_of(row: Row, rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of so many rows."""
     inputs = torch.zeros(rows, *row.inputs, dtype=row.dtype, device=device)
-    if row.dtype.is_floating_point:
-        inputs.normal_()
     return inputs, torch.zeros(rows, *row.targets, dtype=torch.int64, device=device)

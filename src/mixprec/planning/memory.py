@@ -4,8 +4,6 @@ Figures are linear in the number of repeated blocks, and at each instant of a st
 
     bytes(counts) = bytes(two of each) + sum over runs of (count - 2) * (bytes(three) - bytes(two))
 
-Batches above the largest one that is to be run lie on the line through three quarters of it and it.
-
 On N GPUs sharding is full (ZeRO-3, FSDP2): parameters, masters, optimizer state and gradients are
 divided by N, activations are not, each GPU having the whole batch. While a block runs, its
 parameters are gathered, those of the next as well, and its gradient is whole until it is scattered;
@@ -29,15 +27,10 @@ _GATHERED = 2
 
 
 class Memory:
-    """What a step takes, by batch; each batch is rehearsed once.
+    """What a step takes, by batch; each batch is rehearsed once."""
 
-    ``most`` is the largest batch that is rehearsed, at least 4; None for any.
-    """
-
-    def __init__(
-        self, step: Step, repeats: Sequence[Repeat], gpus: int, most: int | None = None
-    ) -> None:
-        self._step, self._repeats, self._gpus, self._most = step, repeats, gpus, most
+    def __init__(self, step: Step, repeats: Sequence[Repeat], gpus: int) -> None:
+        self._step, self._repeats, self._gpus = step, repeats, gpus
         self._found: dict[int, Figures] = {}
         model = step.model
         self.parameters = storage_bytes(model.parameters(), meta=True)
@@ -52,11 +45,6 @@ class Memory:
 
     def figures(self, rows: int) -> Figures:
         """Of the whole model on one GPU, by kind and name as ``Rehearsal.numbers``."""
-        if self._most is not None and rows > self._most:
-            near, most = self._most - self._most // 4, self._most
-            start, end = self.figures(near), self.figures(most)
-            steps = (rows - most) / (most - near)
-            return {key: value + steps * (value - start[key]) for key, value in end.items()}
         if rows not in self._found:
             few = [FEWEST] * len(self._repeats)
             base = self._rehearsed(rows, few)

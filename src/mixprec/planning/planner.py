@@ -21,10 +21,10 @@ from mixprec.planning.records import MemoryPlan, Plan, RecipePlan
 from mixprec.planning.rehearsal import Step
 from mixprec.planning.repeats import FEWEST, find_repeats, shortened
 from mixprec.planning.roofline import Cost, Roofline, baseline_of, cost, roofline
+from mixprec.planning.stand_ins import CPU, stand_ins
 from mixprec.planning.targets import Target, target_of
 from mixprec.recipes import RECIPES, Base, Recipe
 from mixprec.support import release
-from mixprec.survey import machine
 from mixprec.train.checkpoint import isolated_generators
 from mixprec.train.compared import chosen_recipes
 from mixprec.train.config import Config, from_dict, load, to_dict
@@ -32,9 +32,6 @@ from mixprec.train.conversion import converted
 from mixprec.train.models import BuiltModel, build_model
 from mixprec.train.recipe_choice import RecipeTable, recipe_label, step_recipe
 
-CPU = torch.device("cpu")
-# the most bytes and the fewest rows of the largest batch that a CPU's step is taken with
-_TRIED, _FEWEST_ROWS = 2**28, 4
 _DRAWS = {torch.Tensor.normal_, torch.Tensor.uniform_, torch.Tensor.erfinv_}
 _NOTES = (
     "not counted: the process itself, libraries' workspaces, fragmentation, the data set",
@@ -58,10 +55,9 @@ def plan(
 ) -> Plan:
     """What a training run would take and how it would run, without the hardware and the data.
 
-    The configuration's model is made and converted on torch's ``meta`` device and takes one
-    training step on shapes alone, whose bytes are counted as ``mixprec.memory`` counts real ones.
-    Of blocks that repeat a few are run for all. For a CPU, which is here, a small model takes the
-    step with random inputs, of its batch or as large a part of that as takes 256 MiB.
+    The configuration's model is made, converted and takes one training step on shapes alone, whose
+    bytes are counted as ``mixprec.memory`` counts real ones. Of blocks that repeat a few are run
+    for all.
 
     Args:
         config: A Config or a TOML file; None is ``mnist_cnn``. Data are not read; its batch size is
@@ -80,10 +76,10 @@ def plan(
             cannot be made or run on the meta device.
         TypeError: config or recipes is none of these.
 
-    Exactness: parameters, gradients, masters, state and activations are those of the counters of
-    ``mixprec.measure`` and ``mixprec.memory``, within 5 % (tests/planning/test_memory.py), and so
-    is the peak of a small model on a CPU; else it is that of eager operations on whole tensors,
-    which a CPU that quantises in pieces does not need (docs/plan.md).
+    Exactness: for a CPU the figures are those of the counters of ``mixprec.measure`` and
+    ``mixprec.memory``, parameters, gradients, masters and state exactly, activations within 0.1 %,
+    the peak within 5 % (tests/planning/test_memory.py); for a GPU those of eager operations on
+    whole tensors (docs/plan.md).
     """
     resolved = _resolved(config, batch)
     for name, value in (("gpus", gpus), ("batch", resolved.data.batch_size)):
@@ -189,12 +185,16 @@ class _Part:
         built = _built(config)
         self.count = sum(p.numel() for p in built[0].parameters())
         self._names = dict(built[0].named_modules(remove_duplicate=False))
-        self._step, self._report = self._prepared(built, META)
+        self._step, self._report = self._prepared(built)
         self._repeats = find_repeats(self._step.model)
 
     def plan(self) -> RecipePlan:
+        with stand_ins(self._step.model, self._step.device):
+            return self._planned()
+
+    def _planned(self) -> RecipePlan:
         config, rows = self._config, self._config.data.batch_size
-        memory = self._memory()
+        memory = Memory(self._step, self._repeats, self._gpus)
         figures = memory.figures(rows)
         peak = round(memory.peak(rows))
         shares = {
@@ -223,12 +223,13 @@ class _Part:
             ),
         )
 
-    def _prepared(self, built: BuiltModel, device: torch.device) -> tuple[Step, Report]:
+    def _prepared(self, built: BuiltModel) -> tuple[Step, Report]:
         model, loss = built
         # what an implementation cannot do on meta says nothing about the target
         here = replace(self._config, convert=replace(self._config.convert, impl="auto"))
         report = converted(model, here)
         cast_parameters(model, self._recipe)
+        is_gpu = self._target.accelerator is not None
         step = Step(
             model=model,
             loss=loss,
@@ -236,28 +237,12 @@ class _Part:
             optimizer=self._config.optimizer,
             row=row_of(self._config),
             accumulates=self._config.train.accumulate > 1,
-            is_gpu=self._target.accelerator is not None,
-            device=device,
+            is_gpu=is_gpu,
+            device=META if is_gpu else CPU,
         )
         return step, report
 
-    def _memory(self) -> Memory:
-        """Of rehearsals; of steps on tensors where the target is a CPU and the model small."""
-        planned = Memory(self._step, self._repeats, self._gpus)
-        if self._target.accelerator is not None:
-            return planned
-        rows = max(self._config.data.batch_size, _FEWEST_ROWS)
-        while planned.peak(rows) > _TRIED:
-            rows //= 2
-            if rows < _FEWEST_ROWS:
-                return planned
-        # a CPU looks at values and works in pieces, of which shapes say nothing
-        built = build_model(self._config.model, self._config.model_options)
-        step, _ = self._prepared(built, CPU)
-        return Memory(step, find_repeats(step.model), self._gpus, rows)
-
     def _layers(self) -> tuple[LayerPlan, ...]:
-        is_cpu = self._target.accelerator is None
         with shortened(self._repeats, [FEWEST] * len(self._repeats)):
             sizes = product_sizes(self._step, self._config.data.batch_size)
         for repeat in self._repeats:
@@ -273,7 +258,7 @@ class _Part:
             self._target,
             torch_version=self._version,
             impl=self._config.convert.impl,
-            features=dict.fromkeys(machine().cpu_features, True) if is_cpu else {},
+            features=self._target.features,
         )
 
     def _roofline(self, layers: Sequence[LayerPlan], update_bytes: float) -> Roofline | None:

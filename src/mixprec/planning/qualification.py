@@ -140,8 +140,8 @@ def _product(
 def product_sizes(step: Step, rows: int) -> ProductSizes:
     """The products of each converted layer in a step, by the layer's id: which, its name, sizes."""
     found: ProductSizes = {}
-    inputs, targets = batch_of(step.row, rows)
-    with _recording(step.model, found), FusedAttention(is_gpu=step.is_gpu), region(step.recipe):
+    inputs, targets = batch_of(step.row, rows, step.device)
+    with _recording(step.model, found), FusedAttention(), region(step.recipe):
         step.loss(step.model(cast_inputs(inputs, step.recipe.parameters)), targets)
     return found
 

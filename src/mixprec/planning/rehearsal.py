@@ -1,12 +1,13 @@
-"""A training step on the meta device: what it keeps and how much is alive, without memory.
+"""A training step on shapes alone: what it keeps and how much is alive, without memory.
 
 The step is the trainer's own: the converted model, the optimizer and its wrapper, the region of the
-base. Every operation runs on shapes alone and the bytes that it would take are counted as
-``mixprec.memory`` counts those that exist. A step on a CPU's own tensors is counted alike.
+base. Every operation runs on tensors that stand for the target's, and the bytes that it would take
+are counted as ``mixprec.memory`` counts those that exist.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,9 +20,9 @@ from torch.overrides import TorchFunctionMode
 from mixprec import nn as layers
 from mixprec.amp.inputs import cast_inputs
 from mixprec.amp.setup import region, with_update
-from mixprec.gemm.widening import NARROW, widened
 from mixprec.measure import saved_bytes
 from mixprec.memory import live_bytes, storage_bytes, tensors_in
+from mixprec.noise import first_pieces_only
 from mixprec.planning.batches import META, Row, batch_of
 from mixprec.recipes import Recipe
 from mixprec.train import optimizers
@@ -45,7 +46,7 @@ class Step:
         row: What a row of a batch is.
         accumulates: Whether gradients of several batches are summed, so that some exist in forward.
         is_gpu: Whether it would run on a GPU.
-        device: meta, or cpu for a step that is taken.
+        device: Where the tensors say they are that stand for the target's.
     """
 
     model: nn.Module
@@ -100,7 +101,9 @@ def rehearse(step: Step, rows: int, runs: Sequence[Sequence[nn.Module]] = ()) ->
     stretches = _Stretches(model, live, found)
     handles = stretches.watch(runs)
     try:
-        with live:
+        with live, first_pieces_only(), warnings.catch_warnings():
+            # of values, which are none
+            warnings.simplefilter("ignore")
             optimizer.zero_grad()
             for _ in range(1 + step.accumulates):
                 _forward_backward(step, rows, stretches, found)
@@ -136,7 +139,7 @@ def _optimizer(step: Step) -> Optimizer:
 def _forward_backward(step: Step, rows: int, stretches: _Stretches, found: Rehearsal) -> None:
     inputs, targets = batch_of(step.row, rows, step.device)
     stretches.begin("forward")
-    attention = FusedAttention(is_gpu=step.is_gpu)
+    attention = FusedAttention()
     with saved_bytes(step.model.parameters()) as saved, attention, region(step.recipe):
         output = step.model(cast_inputs(inputs, step.recipe.parameters))
         loss = step.loss(output, targets)
@@ -192,14 +195,7 @@ def _places(count: int) -> list[str]:
 
 
 class FusedAttention(TorchFunctionMode):
-    """Attention as devices run it, in one kernel that keeps no scores; meta would spell it out.
-
-    Of 16 bits a CPU runs it in FP32 and keeps that result; with dropout it has no kernel.
-    """
-
-    def __init__(self, *, is_gpu: bool) -> None:
-        super().__init__()
-        self._is_gpu = is_gpu
+    """Attention as GPUs run it, in one kernel that keeps no scores; meta would spell it out."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is nn.functional.scaled_dot_product_attention:
@@ -220,14 +216,8 @@ class FusedAttention(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> Tensor | None:
         """The kernel's result, or None for what the fused ones leave to plain products."""
-        drops = dropout_p and not self._is_gpu
-        if not query.is_meta or enable_gqa or attn_mask is not None or drops:
+        if not query.is_meta or enable_gqa or attn_mask is not None:
             return None
-        given = (query, key, value, 0.0, is_causal)
-        if self._is_gpu or query.dtype not in NARROW:
-            return _kernel(*given, scale=scale)
-        return widened(_kernel, given, {"scale": scale}, query.dtype)
-
-
-def _kernel(*given: Any, scale: float | None) -> Tensor:
-    return torch.ops.aten._scaled_dot_product_flash_attention(*given, scale=scale)[0]
+        return torch.ops.aten._scaled_dot_product_flash_attention(
+            query, key, value, 0.0, is_causal, scale=scale
+        )[0]

@@ -62,8 +62,8 @@ def cost(step: Step, rows: int) -> Cost:
 
     The step's model is a plain one, on meta, in the type that it is to be counted in.
     """
-    inputs, targets = batch_of(step.row, rows)
-    with _Counting() as counting, FusedAttention(is_gpu=True):
+    inputs, targets = batch_of(step.row, rows, step.device)
+    with _Counting() as counting, FusedAttention():
         output = step.model(cast_inputs(inputs, step.recipe.parameters))
         step.loss(output, targets).backward()
     for parameter in step.model.parameters():

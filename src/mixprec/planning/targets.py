@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mixprec.bench.plan import available_memory
 from mixprec.formats import lookup
 from mixprec.hardware import ACCELERATORS, GB, Accelerator
 from mixprec.memory import GIB
+from mixprec.survey import machine
 
 CPU = "cpu"
 TARGETS = (*(name.lower() for name in ACCELERATORS), CPU)
@@ -35,11 +37,13 @@ class Target:
         name: One of ``TARGETS``.
         accelerator: Its row of the hardware table; None for a CPU, whose rates no table has.
         memory: Bytes that one of them has for the run.
+        features: Of a CPU.
     """
 
     name: str
     accelerator: Accelerator | None
     memory: int
+    features: Mapping[str, bool]
 
     @property
     def capability(self) -> tuple[int, int] | None:
@@ -68,7 +72,10 @@ def target_of(name: str, memory: str | int | None) -> Target:
         size = size_of(memory)
     else:
         size = available_memory() if row is None else row.memory_bytes
-    return Target(name=name.lower(), accelerator=row, memory=size)
+    features = machine().cpu_features if row is None else ()
+    return Target(
+        name=name.lower(), accelerator=row, memory=size, features=dict.fromkeys(features, True)
+    )
 
 
 def size_of(text: str | int) -> int:
