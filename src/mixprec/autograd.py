@@ -70,11 +70,11 @@ class _Linear(torch.autograd.Function):
     def forward(x: Tensor, w_NK: Tensor, bias_N: Tensor | None, plan: Plan) -> tuple[Tensor, ...]:
         x_MK = plan.matrix(x)
         is_kept = plan.keeps_codes and X_GRAD_WEIGHT in plan.shared
-        a = plan.quantize(x_MK, X_OUTPUT, plan.state.records_forward, is_kept=is_kept)
+        records = plan.state.records_forward
+        a = plan.quantize(x_MK, X_OUTPUT, records, is_kept=is_kept, held=is_kept)
         b = plan.weight(w_NK)
         kept_x = kept_w = NOTHING
         if plan.keeps_codes:
-            records = plan.state.records_forward
             kept_x = kept_of(plan.transposed(x_MK, a, X_GRAD_WEIGHT, records, is_kept=True))
         if plan.needs[0] and plan.quantises_weight_again and isinstance(b, QuantizedTensor):
             kept_w = (b.scale, b.encode, kept_amax(b), b.tensor_amax)

@@ -141,6 +141,7 @@ def quantize_operand(
     *,
     sharding: Sharding = WHOLE,
     decoded: bool = False,
+    held: bool = False,
 ) -> Operand:
     """One of the six operands, drawing from its own stream of noise; x itself in high precision."""
     if spec is None:
@@ -159,6 +160,7 @@ def quantize_operand(
         reduce=None if shard == Shard() else shard.largest,
         packed=False,
         decoded=decoded,
+        held=held,
     )
 
 
@@ -202,9 +204,18 @@ class Plan:
         return x if self.windows is None else self.windows.matrix(x)
 
     def quantize(
-        self, x: Tensor, position: int, records: bool, *, is_kept: bool = False
+        self,
+        x: Tensor,
+        position: int,
+        records: bool,
+        *,
+        is_kept: bool = False,
+        held: bool = False,
     ) -> Operand:
-        """The operand at a position, its amax recorded; in codes where it outlives its product."""
+        """The operand at a position, its amax recorded; in codes where it outlives its product.
+
+        held: Whether it is multiplied now too, so that values are of use beside the codes.
+        """
         spec = self.specs[position]
         operand = quantize_operand(
             x.to(self.dtype) if spec is None else x,
@@ -214,6 +225,7 @@ class Plan:
             self.state.delayed[position],
             sharding=self.state.sharding,
             decoded=not is_kept and decodes_at_once(x, self.impl),
+            held=held,
         )
         if records:
             self._record(operand, position)

@@ -8,23 +8,32 @@ keeps the machine code for later processes. Without numba, and for tensors that 
 from __future__ import annotations
 
 import ctypes
-import sys
 import warnings
-from collections import deque
 from collections.abc import Callable
-from functools import lru_cache, partial
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mixprec.formats import FloatFormat
 from mixprec.noise import Noise
+from mixprec.scale_rules import Formula, PowerOfTwo
 
-SMALLEST = 1 << 16
+SMALLEST = 1 << 14
 """Elements of a tensor from which on a loop is worth its call, and its compiler's import."""
-_WORTH_A_THREAD = 1 << 16
+_WORTH_A_THREAD = 1 << 15
 _PARTS_A_THREAD = 2
+
+
+class Quantized(NamedTuple):
+    """What ``quantized`` finds: of each block, and of each element codes, or values; and both."""
+
+    amax: Tensor
+    encode: Tensor
+    scale: Tensor
+    codes: Tensor
+    held: Tensor | None
 
 
 def serves(x: Tensor) -> bool:
@@ -32,18 +41,13 @@ def serves(x: Tensor) -> bool:
 
     The first time that only numba is missing a warning says so.
     """
-    return _is_plain(x) and x.numel() >= SMALLEST and _is_available()
-
-
-def serves_blocks(per_block: Tensor) -> bool:
-    """Whether they take a matrix of a number a block: of any size, once they are in use."""
-    return "mixprec.compiled_loops" in sys.modules and _is_plain(per_block)
+    return x.numel() >= SMALLEST and _is_plain(x) and _is_available()
 
 
 def _is_plain(x: Tensor) -> bool:
     if torch.compiler.is_compiling() or type(x) is not Tensor or x.device.type != "cpu":
         return False
-    is_matrix = x.dtype == torch.float32 and x.ndim == 2 and x.numel() > 0 and not x.is_neg()
+    is_matrix = x.dtype == torch.float32 and x.ndim == 2 and not x.is_neg()
     if not is_matrix or not (x.is_contiguous() or x.t().is_contiguous()):
         return False
     # what looks on, or stands for other tensors, sees operations of torch only
@@ -74,56 +78,70 @@ def _is_available() -> bool:
 
 
 def block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
-    """``scaling.block_amax`` of blocks of so many rows and columns."""
+    """``scaling.block_amax`` of an x that ``serves``."""
     memory, is_turned = _in_order_of_memory(x)
-    sizes = _turned(block, is_turned)
-    shape = [-(-length // size) for length, size in zip(memory.shape, sizes, strict=True)]
-    out = torch.zeros(shape, dtype=torch.int32)
-    parts = _num_parts(x)
-    at_once = [-(-shape[0] // parts), shape[1]]
-    if shape[0] < parts:
-        # blocks as long as the matrix leave the other axis to divide, by whole lines of the cache
-        at_once = [shape[0], max(1, -(-shape[1] * _PARTS_A_THREAD // parts // 16) * 16)]
-    arrays = _array(memory.view(torch.int32)), sizes, _array(out), *at_once
-    counts = [-(-count // step) for count, step in zip(shape, at_once, strict=True)]
-    _run(_loop("block_amax"), arrays, counts[0] * counts[1])
-    found = out.view(torch.float32)
-    return found.t() if is_turned else found
+    amax = _block_amax(memory, _turned(block, is_turned))
+    return amax.t() if is_turned else amax
 
 
-def e8m0_scales(amax: Tensor, rule: tuple[float, int, int, int]) -> tuple[Tensor, Tensor]:
-    """Encoding factors of amaxes, and their codes, by ``scale_rules.PowerOfTwo``."""
-    return _scales("e8m0_scales", amax, rule, torch.uint8)
+def _block_amax(memory: Tensor, block: tuple[int, int]) -> Tensor:
+    rows, parts = len(memory), _num_parts(memory)
+    if parts > 1 and block[0] in (-1, rows):
+        # each part finds its own, by bits, which have the order of magnitudes, NaN above all
+        found = _block_amax(memory, (-(-rows // parts), block[1]))
+        return found.view(torch.int32).amax(0, keepdim=True).view(torch.float32)
+    blocks = _Blocks(memory, block)
+    amax = blocks.one_each(torch.float32)
+    blocks.run(finds_amax=True, amax=amax.data_ptr())
+    return amax
 
 
-def real_scales(amax: Tensor, largest: float, is_power: bool) -> tuple[Tensor, Tensor]:
-    """Encoding factors of amaxes, and their reciprocals, as ``scale_rules`` has them."""
-    return _scales("real_scales", amax, (float(largest), is_power), torch.float32)
+def quantized(
+    x: Tensor,
+    block: tuple[int, int],
+    formula: Formula,
+    fmt: FloatFormat,
+    noise: Noise | None,
+    *,
+    min_amax: float,
+    decoded: bool,
+    held: bool,
+    is_scaled: bool,
+) -> Quantized:
+    """``rounded`` by scales that a formula makes of the blocks' amaxes, all in the same pass.
 
-
-def _scales(
-    name: str, amax: Tensor, rule: tuple[Any, ...], dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    memory, is_turned = _in_order_of_memory(amax)
-    encode, scale = torch.empty_like(memory), torch.empty_like(memory, dtype=dtype)
-    arrays = [_array(x.view(-1)) for x in (memory, encode, scale)]
-    _run_over(_loop(name), (*arrays, *rule), amax.numel(), _num_parts(amax))
-    return (encode.t(), scale.t()) if is_turned else (encode, scale)
-
-
-def times_rows_and_columns(x: Tensor, rows: Tensor, columns: Tensor) -> None:
-    """x times factors [rows, 1], then times factors [1, columns], in place, for a contiguous x."""
-    arrays = _array(x), _array(rows.reshape(-1)), _array(columns.reshape(-1))
-    _run_over(_loop("times_rows_and_columns"), arrays, len(x), _num_parts(x))
-
-
-def hadamard(x: Tensor) -> Tensor:
-    """``hadamard.hadamard`` of a length that is a multiple of 16."""
+    Args:
+        formula: As ``scale_rules`` has it of the format, with a floor ``min_amax`` under amax.
+        held: Values beside the codes.
+        is_scaled: Whether values are times their scales.
+    """
     memory, is_turned = _in_order_of_memory(x)
-    out = torch.empty_like(memory)
-    name, count = ("columns", len(memory) // 16) if is_turned else ("rows", len(memory))
-    _run_over(_loop(f"hadamard_of_{name}"), (_array(memory), _array(out)), count, _num_parts(x))
-    return out.t() if is_turned else out
+    blocks = _Blocks(memory, _turned(block, is_turned))
+    # the rows of a block are divided only once its amax is known
+    is_found_before = blocks.block[0] == len(memory) and _num_parts(memory) > 1
+    amax = _block_amax(memory, blocks.block) if is_found_before else blocks.one_each(torch.float32)
+    scale_type = torch.uint8 if isinstance(formula, PowerOfTwo) else torch.float32
+    encode, scale = blocks.one_each(torch.float32), blocks.one_each(scale_type)
+    out = blocks.one_an_element(torch.float32 if decoded else torch.uint8)
+    beside = blocks.one_an_element(torch.float32) if held and not decoded else None
+    values = out if decoded else beside
+    blocks.run(
+        finds_amax=not is_found_before,
+        amax=amax.data_ptr(),
+        encode=encode.data_ptr(),
+        scale=scale.data_ptr(),
+        is_scaled=is_scaled,
+        min_amax=min_amax,
+        codes=0 if decoded else out.data_ptr(),
+        values=0 if values is None else values.data_ptr(),
+        **formula._asdict(),
+        **_grid(fmt),
+        **_draws(noise, x, is_turned),
+    )
+    if is_turned:
+        amax, encode, scale, out = (y.t() for y in (amax, encode, scale, out))
+        beside = None if beside is None else beside.t()
+    return Quantized(amax, encode, scale, out, beside)
 
 
 def rounded(
@@ -152,48 +170,104 @@ def rounded(
         Of x's shape and memory layout.
     """
     memory, is_turned = _in_order_of_memory(x)
-    sizes = _turned(block, is_turned)
-    rows, columns = (
-        length if size == -1 else size for length, size in zip(memory.shape, sizes, strict=True)
+    blocks = _Blocks(memory, _turned(block, is_turned))
+    factors = blocks.ordered(encode, is_turned)
+    multipliers = None if scale is None else blocks.ordered(scale, is_turned)
+    out = blocks.one_an_element(torch.float32 if decoded else torch.uint8)
+    blocks.run(
+        encode=factors.data_ptr(),
+        scale=0 if multipliers is None else multipliers.data_ptr(),
+        is_scaled=multipliers is not None,
+        codes=0 if decoded else out.data_ptr(),
+        values=out.data_ptr() if decoded else 0,
+        **_grid(fmt),
+        **_draws(noise, x, is_turned),
     )
-    factors, multipliers = (
-        _array((y.t() if is_turned else y).contiguous())
-        for y in (encode, encode.new_empty((0, 0)) if scale is None else scale)
-    )
-    out = torch.empty_like(memory, dtype=torch.float32 if decoded else torch.uint8)
-    arguments = (
-        _array(memory),
-        factors,
-        *([multipliers] if decoded else []),
-        (rows, columns),
-        _grid(fmt),
-        _draws(noise or Noise(seed=0), x, is_turned),
-        noise is not None,
-        _array(out),
-    )
-    loop = _rounding("round_to_values" if decoded else "round_to_codes")
-    _run_over(loop, arguments, len(memory), _num_parts(x))
     return out.t() if is_turned else out
 
 
-def _loop(name: str) -> Callable[..., None]:
-    from mixprec import compiled_loops
+def times_rows_and_columns(x: Tensor, rows: Tensor, columns: Tensor) -> None:
+    """x times factors [rows, 1], then times factors [1, columns], in place, for a contiguous x."""
+    from mixprec.compiled_transforms import times_rows_and_columns as loop
 
-    return getattr(compiled_loops, name)
+    factors = rows.contiguous(), columns.contiguous()
+    _run_over(
+        loop,
+        len(x),
+        _num_parts(x),
+        x=x.data_ptr(),
+        row_factors=factors[0].data_ptr(),
+        column_factors=factors[1].data_ptr(),
+        rows=x.shape[0],
+        columns=x.shape[1],
+    )
 
 
-def _rounding(name: str) -> Callable[..., None]:
-    from mixprec import compiled_rounding
+def hadamard(x: Tensor) -> Tensor:
+    """``hadamard.hadamard`` of a length that is a multiple of 16."""
+    from mixprec.compiled_transforms import hadamard_of_columns, hadamard_of_rows
 
-    return getattr(compiled_rounding, name)
+    memory, is_turned = _in_order_of_memory(x)
+    out = torch.empty_like(memory)
+    loop = hadamard_of_columns if is_turned else hadamard_of_rows
+    rows, columns = memory.shape
+    _run_over(
+        loop,
+        rows // 16 if is_turned else rows,
+        _num_parts(x),
+        x=memory.data_ptr(),
+        out=out.data_ptr(),
+        rows=rows,
+        columns=columns,
+    )
+    return out.t() if is_turned else out
 
 
-def _array(x: Tensor) -> Any:
-    """The memory of x for a loop to read and write."""
-    import numpy as np
+class _Blocks:
+    """A matrix in the order of memory, and its blocks (rows, columns), -1 for all of them."""
 
-    # x.numpy() would fix the size of its memory for good, which FSDP2 sets to 0 between passes
-    return np.from_dlpack(x)
+    def __init__(self, memory: Tensor, block: tuple[int, int]) -> None:
+        self.memory = memory
+        rows, columns = memory.shape
+        height, width = (
+            rows if block[0] == -1 else block[0],
+            columns if block[1] == -1 else block[1],
+        )
+        self.block = height, width
+        self.shape = -(-rows // height), -(-columns // width)
+
+    def one_each(self, dtype: torch.dtype) -> Tensor:
+        """Room for one number a block."""
+        return torch.empty(self.shape, dtype=dtype)
+
+    def ordered(self, per_block: Tensor, is_turned: bool) -> Tensor:
+        """Numbers of the blocks of x in the order of memory."""
+        return (per_block.t() if is_turned else per_block).contiguous()
+
+    def one_an_element(self, dtype: torch.dtype) -> Tensor:
+        """Room for one number an element."""
+        return torch.empty_like(self.memory, dtype=dtype)
+
+    def run(self, *, finds_amax: bool = False, **numbers: Any) -> None:
+        """The loop over them, divided by rows, to find amaxes by rows of whole blocks."""
+        from mixprec.compiled_quantizing import quantize
+
+        rows, columns = self.memory.shape
+        at_once = -(-rows // _num_parts(self.memory))
+        if finds_amax:
+            at_once = -(-at_once // self.block[0]) * self.block[0]
+        _run(
+            quantize,
+            -(-rows // at_once),
+            x=self.memory.data_ptr(),
+            rows=rows,
+            columns=columns,
+            block_rows=self.block[0],
+            block_columns=self.block[1],
+            rows_at_once=at_once,
+            finds_amax=finds_amax,
+            **numbers,
+        )
 
 
 def _in_order_of_memory(x: Tensor) -> tuple[Tensor, bool]:
@@ -206,66 +280,72 @@ def _turned(pair: tuple[int, int], is_turned: bool) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=64)
-def _grid(fmt: FloatFormat) -> Any:
-    import numpy as np
+def _grid(fmt: FloatFormat) -> dict[str, Any]:
+    return {
+        "limit": fmt.max,
+        "mantissa": fmt.mantissa,
+        "first_power": fmt.min_exponent + 127 << 23,
+        "sign_code": fmt.sign_mask,
+        # of several the one that torch's casts give
+        "nan_code": fmt.sign_mask - 1 if fmt.has_nan else 0,
+    }
 
-    from mixprec.compiled_rounding import Grid
 
-    first_power = np.int32(fmt.min_exponent + 127 << 23)
-    # of several the one that torch's casts give
-    nan_code = fmt.sign_mask - 1 if fmt.has_nan else 0
-    return Grid(np.float32(fmt.max), fmt.mantissa, first_power, fmt.sign_mask, nan_code)
-
-
-def _draws(noise: Noise, x: Tensor, is_turned: bool) -> Any:
-    import numpy as np
-
-    from mixprec.compiled_rounding import Draws
-
+def _draws(noise: Noise | None, x: Tensor, is_turned: bool) -> dict[str, Any]:
+    if noise is None:
+        return {}
     columns = int(noise.columns_of(x.shape[1]))
-    first = int(noise.row) * columns + int(noise.column)
-    low, high = (np.uint32(key & 0xFFFFFFFF) for key in noise.keys(None))
-    return Draws(first, *_turned((columns, 1), is_turned), low, high)
+    row_step, column_step = _turned((columns, 1), is_turned)
+    low_key, high_key = noise.keys(None)
+    return {
+        "is_stochastic": True,
+        "first": int(noise.row) * columns + int(noise.column),
+        "row_step": row_step,
+        "column_step": column_step,
+        "low_key": low_key,
+        "high_key": high_key,
+    }
 
 
 def _num_parts(x: Tensor) -> int:
     """Into how many parts work on x is divided; 1 is not divided."""
     threads = min(torch.get_num_threads(), x.numel() // _WORTH_A_THREAD)
-    return threads * _PARTS_A_THREAD if threads > 1 and _team() is not None else 1
+    return threads * _PARTS_A_THREAD if threads > 1 else 1
 
 
-def _run_over(
-    loop: Callable[..., None], arguments: tuple[Any, ...], count: int, parts: int
-) -> None:
+def _run_over(loop: Any, count: int, parts: int, **numbers: Any) -> None:
     """A loop over so many rows, divided into parts."""
     at_once = -(-count // parts)
-    _run(loop, (*arguments, at_once), -(-count // at_once))
+    _run(loop, -(-count // at_once), at_once=at_once, **numbers)
 
 
-def _run(loop: Callable[..., None], arguments: tuple[Any, ...], parts: int) -> None:
+def _run(loop: Any, parts: int, **numbers: Any) -> None:
     """Every part of a loop, on the threads on which torch runs its own.
 
     Threads of our own would compete with torch's, which wait for work in a busy loop.
     """
-    call = partial(loop, *arguments)
+    import numpy as np
+
+    record = np.zeros(1, loop.record)
+    record["parts"] = parts
+    for name, number in numbers.items():
+        record[name] = number
     team = _team()
-    if parts == 1 or team is None:
-        for part in range(parts):
-            call(part)
-        return
-    done: deque[None] = deque()
-    todo = iter(range(parts))
-    if not loop.signatures:  # type: ignore[attr-defined]
-        # compiled before, since an error would be lost there
-        done.append(call(next(todo)))
-    # without a line of Python in it, so that no signal's handler runs and raises in there
-    work = ctypes.CFUNCTYPE(None)(partial(done.extend, map(call, todo)))
-    team(work, None, torch.get_num_threads(), 0)
-    if len(done) != parts:
+    threads = min(torch.get_num_threads(), parts)
+    if threads == 1 or team is None:
+        _call(loop.address)(record.ctypes.data)
+    else:
+        team(loop.address, record.ctypes.data, threads, 0)
+    if record["done"] != parts:
         raise RuntimeError(
-            f"compiled loops: {len(done)} of {parts} parts were done; this should not happen; set "
-            "NUMBA_DISABLE_JIT=1 to do without them"
+            f"compiled loops: {record['done'][0]} of {parts} parts were done; this should not "
+            "happen; set NUMBA_DISABLE_JIT=1 to do without them"
         )
+
+
+@lru_cache(maxsize=16)
+def _call(address: int) -> Callable[[int], None]:
+    return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
 
 
 @lru_cache(maxsize=1)

@@ -9,6 +9,7 @@ rows are the product of the leading axes, the contraction axis is last.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -35,6 +36,7 @@ from mixprec.scaling import (
     delayed_amax,
     has_history,
     is_column_major,
+    num_blocks,
     pieces,
     times_blocks,
 )
@@ -52,6 +54,7 @@ def quantize(
     reduce: Reduce | None = None,
     packed: bool = True,
     decoded: bool = False,
+    held: bool = False,
 ) -> QuantizedTensor:
     """x in codes and scales.
 
@@ -71,6 +74,7 @@ def quantize(
         packed: 4-bit codes two a byte; False spares packing on the way to one product.
         decoded: Values in place of codes where ``can_be_decoded``, for one product that would
             decode them at once, and may overwrite them.
+        held: Values beside the codes, for a product at once, where both come in one pass.
 
     Returns:
         Codes, scale, amax.
@@ -88,33 +92,63 @@ def quantize(
     spec = as_spec(spec)
     _check_arguments(x, spec, noise, state)
     matrix = as_matrix(x, spec)
-    shape = torch.Size((*x.shape[:-1], matrix.shape[1])) if x.ndim or spec.hadamard else x.shape
-    amax = scale = encode = tensor_amax = None
-    is_scaled = False
     if spec.scale_rule == UNSCALED:
         codes = _codes(matrix, spec, noise)
+        result = QuantizedTensor(codes=codes, scale=None, amax=None, spec=spec, shape=matrix.shape)
     else:
-        amax = block_amax(matrix, spec.block)
-        if reduce is not None and (state is None or not has_history(state)):
-            amax = reduce(amax, (spec.block[0] == -1, spec.block[1] == -1))
-        used = amax if state is None else delayed_amax(state, spec.amax_compute_algo, amax)
-        scales = make_scales(used, spec.scale_rule, spec.format, spec.min_amax, reduce)
-        encode, scale, tensor_amax = scales
-        amax = amax.to(torch.float32)
-        codes, is_scaled = _scaled(matrix, spec, scales, amax, noise, decoded)
+        result = _scaled_by_amax(matrix, spec, noise, state, reduce, decoded=decoded, held=held)
     if x.ndim != 2:
-        codes = codes.reshape(shape)
-    result = QuantizedTensor(
-        codes=codes,
-        scale=scale,
-        amax=amax,
-        encode=encode,
-        tensor_amax=tensor_amax,
-        is_scaled=is_scaled,
-        spec=spec,
-        shape=shape,
-    )
+        is_scalar = x.ndim == 0 and not spec.hadamard
+        shape = x.shape if is_scalar else torch.Size((*x.shape[:-1], matrix.shape[1]))
+        result = replace(result, codes=result.codes.reshape(shape), shape=shape)
     return result.packed() if packed and not result.is_decoded else result
+
+
+def _scaled_by_amax(
+    x: Tensor,
+    spec: QuantSpec,
+    noise: Noise | None,
+    state: DelayedState | None,
+    reduce: Reduce | None,
+    *,
+    decoded: bool,
+    held: bool,
+) -> QuantizedTensor:
+    """Amaxes of the blocks of a matrix, their scales, and codes or values by these."""
+    rule = SCALE_RULES[spec.scale_rule]
+    if reduce is None and rule.formula is not None and _is_in_loops(x, spec):
+        is_scaled = decoded and is_scaled_before_sum(spec, num_blocks(x.shape[1], spec.block[1]))
+        made = loops.quantized(
+            x,
+            spec.block,
+            rule.formula(spec.format),
+            spec.format,
+            noise if spec.is_stochastic else None,
+            min_amax=spec.min_amax,
+            decoded=decoded,
+            held=held,
+            is_scaled=is_scaled,
+        )
+        return QuantizedTensor(
+            codes=made.codes,
+            scale=made.scale,
+            amax=made.amax,
+            encode=made.encode,
+            is_scaled=is_scaled,
+            held=None if made.held is None else (made.held, 1.0),
+            spec=spec,
+            shape=x.shape,
+        )
+    amax = block_amax(x, spec.block)
+    if reduce is not None and (state is None or not has_history(state)):
+        amax = reduce(amax, (spec.block[0] == -1, spec.block[1] == -1))
+    used = amax if state is None else delayed_amax(state, spec.amax_compute_algo, amax)
+    scales = make_scales(used, spec.scale_rule, spec.format, spec.min_amax, reduce)
+    return _by_scales(x, spec, scales, amax.to(torch.float32), noise, decoded=decoded)
+
+
+def _is_in_loops(x: Tensor, spec: QuantSpec) -> bool:
+    return can_be_decoded(spec) and loops.serves(x)
 
 
 def _check_arguments(
@@ -153,17 +187,7 @@ def requantize(
     scaling needs amax.
     """
     scales = Scales(encode, scale, tensor_amax)
-    codes, is_scaled = _scaled(_source(x, spec), spec, scales, amax, None, decoded)
-    return QuantizedTensor(
-        codes=codes,
-        scale=scale,
-        amax=amax,
-        encode=encode,
-        tensor_amax=tensor_amax,
-        is_scaled=is_scaled,
-        spec=spec,
-        shape=x.shape,
-    )
+    return _by_scales(_source(x, spec), spec, scales, amax, None, decoded=decoded)
 
 
 def can_be_decoded(spec: QuantSpec) -> bool:
@@ -200,30 +224,42 @@ def _source(x: Tensor, spec: QuantSpec) -> Tensor:
     return x.float() if is_wide else x
 
 
-def _scaled(
+def _by_scales(
     x: Tensor,
     spec: QuantSpec,
     scales: Scales,
     amax: Tensor | None,
     noise: Noise | None,
+    *,
     decoded: bool,
-) -> tuple[Tensor, bool]:
-    """Codes of x * encode, or their values; and whether those are times their scales already."""
+) -> QuantizedTensor:
+    """Codes of x * encode, or their values, for a matrix."""
     decoded = decoded and can_be_decoded(spec)
     encode, scale, tensor_amax = scales
-    if not (can_be_decoded(spec) and loops.serves(x)):
-        return _scaled_codes(x, spec, encode, amax, noise, decoded=decoded), False
-    is_scaled = decoded and is_scaled_before_sum(spec, scale, tensor_amax)
-    codes = loops.rounded(
-        x,
-        encode,
-        spec.block,
-        spec.format,
-        noise if spec.is_stochastic else None,
-        decoded=decoded,
-        scale=SCALE_RULES[spec.scale_rule].block_scale(scale) if is_scaled else None,
+    is_scaled = False
+    if _is_in_loops(x, spec):
+        is_scaled = decoded and is_scaled_before_sum(spec, scale.shape[1])
+        codes = loops.rounded(
+            x,
+            encode,
+            spec.block,
+            spec.format,
+            noise if spec.is_stochastic else None,
+            decoded=decoded,
+            scale=SCALE_RULES[spec.scale_rule].block_scale(scale) if is_scaled else None,
+        )
+    else:
+        codes = _scaled_codes(x, spec, encode, amax, noise, decoded=decoded)
+    return QuantizedTensor(
+        codes=codes,
+        scale=scale,
+        amax=amax,
+        encode=encode,
+        tensor_amax=tensor_amax,
+        is_scaled=is_scaled,
+        spec=spec,
+        shape=x.shape,
     )
-    return codes, is_scaled
 
 
 def _scaled_codes(

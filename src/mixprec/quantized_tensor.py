@@ -303,13 +303,14 @@ class QuantizedTensor:
         )
 
 
-def is_scaled_before_sum(spec: QuantSpec, scale: Tensor, tensor_amax: Tensor | None) -> bool:
+def is_scaled_before_sum(spec: QuantSpec, slabs: int) -> bool:
     """Whether a product takes values times their blocks' scales, so that it is one product in all.
 
-    It does where that is exact and scales change along the contraction.
+    It does where that is exact and the operand has several scales along the contraction, or a
+    second one of the whole tensor.
     """
-    is_exact = SCALE_RULES[spec.scale_rule].is_exact
-    return is_exact and (scale.shape[1] > 1 or tensor_amax is not None)
+    rule = SCALE_RULES[spec.scale_rule]
+    return rule.is_exact and (slabs > 1 or rule.formula is None)
 
 
 def _same_bits(a: Tensor | None, b: Tensor | None) -> bool:

@@ -13,14 +13,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from mixprec import loops
 from mixprec.codes import codes_of, decode, looked_up
 from mixprec.formats import FloatFormat, get_format
 from mixprec.rounding import can_look_at, round_float
@@ -46,31 +44,27 @@ class Scales(NamedTuple):
     tensor_amax: Tensor | None = None
 
 
-def _real(amax: Tensor, fmt: FloatFormat) -> Scales:
-    if loops.serves_blocks(amax):
-        return Scales(*loops.real_scales(amax, fmt.max, is_power=False))
-    return _with_reciprocal(amax, _real_encode(amax, fmt))
+class Reciprocal(NamedTuple):
+    """encode = min(largest / amax, FLT_MAX), scale = 1 / encode; as a power of two, that below.
 
+    1 of an amax of 0; NaN of one that is not finite.
+    """
 
-def _real_encode(amax: Tensor, fmt: FloatFormat) -> Tensor:
-    amax = amax.to(torch.float64)
-    # amax - amax is 0, or NaN where amax is not finite
-    return ((amax - amax + fmt.max) / amax).clamp_(max=_FLT_MAX).to(torch.float32)
+    largest: float
+    is_power: bool = False
 
-
-def _pow2(amax: Tensor, fmt: FloatFormat) -> Scales:
-    if loops.serves_blocks(amax):
-        return Scales(*loops.real_scales(amax, fmt.max, is_power=True))
-    # clearing the mantissa of NaN gives inf, so NaN is added again
-    encode = _real_encode(amax, fmt)
-    bits = encode.to(torch.float64).view(torch.int64)
-    power = (bits & ~((1 << 52) - 1)).view(torch.float64).to(torch.float32)
-    return _with_reciprocal(amax, power + (encode - encode))
-
-
-def _with_reciprocal(amax: Tensor, encode: Tensor) -> Scales:
-    encode = encode.masked_fill_(amax == 0, 1.0)
-    return Scales(encode, encode.to(torch.float64).reciprocal_().to(torch.float32))
+    def scales(self, amax: Tensor) -> Scales:
+        """Of float32 or float64 amaxes."""
+        wide = amax.to(torch.float64)
+        # wide - wide is 0, or NaN where amax is not finite
+        encode = ((wide - wide + self.largest) / wide).clamp_(max=_FLT_MAX).to(torch.float32)
+        if self.is_power:
+            bits = encode.to(torch.float64).view(torch.int64)
+            power = (bits & ~((1 << 52) - 1)).view(torch.float64).to(torch.float32)
+            # clearing the mantissa of NaN gives inf, so NaN is added again
+            encode = power + (encode - encode)
+        encode = encode.masked_fill_(amax == 0, 1.0)
+        return Scales(encode, encode.to(torch.float64).reciprocal_().to(torch.float32))
 
 
 _E4M3, _E8M0 = get_format("e4m3"), get_format("e8m0")
@@ -103,13 +97,30 @@ def _bits(x: Tensor) -> Tensor:
 class PowerOfTwo(NamedTuple):
     """An e8m0 code from the bits of a float32: (bits(amax * factor) + addend >> 23) - shift.
 
-    Clamped to its range, and 0 where the bits are at most ``lowest``.
+    Clamped to its range, and 0 where the bits are at most ``lowest``; that of NaN for an amax that
+    is not finite.
     """
 
     factor: float = 1.0
     addend: int = 0
     shift: int = 0
     lowest: int = -1
+
+    def scales(self, amax: Tensor) -> Scales:
+        """Of float32 or float64 amaxes."""
+        # the product of two float32 is exact in float64, so that it is rounded once
+        bits = (amax.to(torch.float64) * self.factor).to(torch.float32).view(torch.int32)
+        code = (bits + self.addend >> 23) - self.shift
+        if self.lowest >= 0:
+            code = code.masked_fill_(bits <= self.lowest, 0)
+        code = code.clamp_(0, _E8M0_LAST).masked_fill_(_is_nonfinite(amax), _E8M0_NAN)
+        if torch.compiler.is_compiling():
+            return Scales(_e8m0_encode(code), code.to(torch.uint8))
+        return Scales(looked_up(_E8M0_ENCODE, code), code.to(torch.uint8))
+
+
+Formula = Reciprocal | PowerOfTwo
+"""What makes a block's scale of its own amax alone."""
 
 
 # ones under the exponent: added, they carry where a mantissa bit is set
@@ -131,22 +142,6 @@ def _even(fmt: FloatFormat) -> PowerOfTwo:
 
 def _ceil(fmt: FloatFormat) -> PowerOfTwo:
     return PowerOfTwo(addend=_ONES, shift=fmt.max_exponent)
-
-
-def _e8m0(amax: Tensor, fmt: FloatFormat, power: Callable[[FloatFormat], PowerOfTwo]) -> Scales:
-    """Scales that are powers of two; a block with NaN or inf has the code of NaN."""
-    rule = power(fmt)
-    if loops.serves_blocks(amax):
-        return Scales(*loops.e8m0_scales(amax, rule))
-    # the product of two float32 is exact in float64, so that it is rounded once
-    bits = (amax.to(torch.float64) * rule.factor).to(torch.float32).view(torch.int32)
-    code = (bits + rule.addend >> 23) - rule.shift
-    if rule.lowest >= 0:
-        code = code.masked_fill_(bits <= rule.lowest, 0)
-    code = code.clamp_(0, _E8M0_LAST).masked_fill_(_is_nonfinite(amax), _E8M0_NAN)
-    if torch.compiler.is_compiling():
-        return Scales(_e8m0_encode(code), code.to(torch.uint8))
-    return Scales(looked_up(_E8M0_ENCODE, code), code.to(torch.uint8))
 
 
 def _as_float32(value: float) -> float:
@@ -200,53 +195,51 @@ def tensor_scale(tensor_amax: Tensor) -> Tensor:
 
 
 class ScaleRule(NamedTuple):
-    """From the amaxes of blocks to their scales.
+    """From the amaxes of blocks to their scales, NaN where amax is not finite.
 
-    make: Function of amax and the elements' format; NaN where amax is not finite. With
-        ``is_of_tensor`` also of what brings the amaxes of an operand's parts together, or None.
-    block_scale: The float32 factors of what ``make`` keeps.
+    block_scale: The float32 factors of what is kept.
     is_exact: Whether multiplying values by their block's scale is exact in FP32, so that it may be
         done before a product is summed.
+    formula: Of the elements' format; None where a second factor belongs to the whole tensor.
+    make: Of amax, the format and what brings the amaxes of an operand's parts together, or None,
+        where there is no formula.
     exceeds: Whether x * encode can lie beyond the format's range.
     mantissa: Mantissa bits of a scale: 0 for powers of two.
     amax_dtype: The type in which it takes amax; None is any.
-    is_of_tensor: Whether a second factor belongs to the whole tensor.
     """
 
-    make: Callable[..., Scales]
     block_scale: Callable[[Tensor], Tensor]
     is_exact: bool
+    formula: Callable[[FloatFormat], Formula] | None = None
+    make: Callable[[Tensor, FloatFormat, Reduce | None], Scales] | None = None
     exceeds: bool = False
     mantissa: int = 0
     amax_dtype: torch.dtype | None = None
-    is_of_tensor: bool = False
 
 
 def _as_kept(scale: Tensor) -> Tensor:
     return scale
 
 
-def _power_of_two(power: Callable[[FloatFormat], PowerOfTwo], exceeds: bool = False) -> ScaleRule:
-    make = partial(_e8m0, power=power)
-    return ScaleRule(make, _e8m0_scale, is_exact=True, exceeds=exceeds)
-
-
 SCALE_RULES: Mapping[str, ScaleRule] = MappingProxyType(
     {
-        "real": ScaleRule(_real, _as_kept, is_exact=False, mantissa=23),
-        "pow2": ScaleRule(_pow2, _as_kept, is_exact=True),
-        "e8m0_rceil": _power_of_two(_rceil),
-        "e8m0_floor": _power_of_two(_floor, exceeds=True),
-        "e8m0_even": _power_of_two(_even, exceeds=True),
-        "e8m0_ceil": _power_of_two(_ceil),
+        "real": ScaleRule(
+            _as_kept, is_exact=False, formula=lambda fmt: Reciprocal(fmt.max), mantissa=23
+        ),
+        "pow2": ScaleRule(
+            _as_kept, is_exact=True, formula=lambda fmt: Reciprocal(fmt.max, is_power=True)
+        ),
+        "e8m0_rceil": ScaleRule(_e8m0_scale, is_exact=True, formula=_rceil),
+        "e8m0_floor": ScaleRule(_e8m0_scale, is_exact=True, formula=_floor, exceeds=True),
+        "e8m0_even": ScaleRule(_e8m0_scale, is_exact=True, formula=_even, exceeds=True),
+        "e8m0_ceil": ScaleRule(_e8m0_scale, is_exact=True, formula=_ceil),
         "nvfp4": ScaleRule(
-            _nvfp4,
             _nvfp4_scale,
             is_exact=True,
+            make=_nvfp4,
             exceeds=True,
             mantissa=3,
             amax_dtype=torch.float32,
-            is_of_tensor=True,
         ),
     }
 )
@@ -294,4 +287,7 @@ def make_scales(
         amax = amax.to(torch.float64).clamp(min=min_amax)
     if made.amax_dtype is not None:
         amax = amax.to(made.amax_dtype)
-    return made.make(amax, fmt, reduce) if made.is_of_tensor else made.make(amax, fmt)
+    if made.formula is not None:
+        return made.formula(fmt).scales(amax)
+    assert made.make is not None
+    return made.make(amax, fmt, reduce)

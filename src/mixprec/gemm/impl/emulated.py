@@ -126,7 +126,7 @@ def _values_and_scale(x: Operand) -> tuple[Tensor, Tensor | None]:
     if values.ndim != 2:
         values = values.reshape(x.matrix_shape)
     scale = x.block_scale
-    if is_scaled_before_sum(x.spec, scale, x.tensor_amax):
+    if is_scaled_before_sum(x.spec, scale.shape[1]):
         is_own = x.held is None
         values = times_blocks(values, scale * factor, x.spec.block, in_place=is_own)
         return values, x.tensor_scale
