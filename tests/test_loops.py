@@ -112,11 +112,11 @@ def assert_same(mine: QuantizedTensor, want: QuantizedTensor) -> None:
     assert_same_bits(*codes)
 
 
-@pytest.mark.parametrize("is_decoded", [False, True], ids=["codes", "values"])
+@pytest.mark.parametrize("asked", ["codes", "decoded", "held"])
 @TURNED
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_quantising(
-    spec: QuantSpec, is_turned: bool, is_decoded: bool, monkeypatch: pytest.MonkeyPatch
+    spec: QuantSpec, is_turned: bool, asked: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     noise = Noise(seed=3, step=torch.tensor(5), stream=2, row=7) if spec.is_stochastic else None
     for shape in ((300, 256), (130, 47), (1, 32), (16, 1)):
@@ -124,9 +124,19 @@ def test_quantising(
         x = x.t().contiguous().t() if is_turned else x
 
         def make(x: Tensor = x) -> QuantizedTensor:
-            return quantize(x, spec, noise=noise, packed=False, decoded=is_decoded)
+            more = {} if asked == "codes" else {asked: True}
+            return quantize(x, spec, noise=noise, packed=False, **more)
 
-        assert_same(*with_and_without(make, monkeypatch))
+        mine, want = with_and_without(make, monkeypatch)
+        assert_same(mine, want)
+        if mine.held is not None:
+            lost = want.dequantize().isnan()
+            values = [y.masked_fill(lost, 0.0) for y in (mine.held[0], want.values)]
+            # but for the sign of 0, which no sum shows
+            assert torch.equal(*values)
+        assert (mine.held is None) == (
+            asked != "held" or SCALE_RULES[spec.scale_rule].formula is None
+        )
 
 
 @TURNED
