@@ -11,7 +11,8 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 PIP := $(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt
 # One thread a worker: with more, the workers of pytest-xdist wait for each other's cores.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=10 $(PYTEST_ARGS)
+# Compiled files are written whatever the environment says: parsing the tests takes each process 10 s.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --durations=10 $(PYTEST_ARGS)
 # A file's tests stay on one worker, so that its training runs, held in fixtures, happen once.
 SPREAD := -n $(JOBS) --dist loadfile
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 
 import numpy as np
@@ -16,6 +17,12 @@ settings.load_profile("mixprec")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
+def pytest_collection_finish() -> None:
+    # what collecting made stays; every later collection of garbage would walk over it
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

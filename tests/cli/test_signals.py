@@ -72,16 +72,27 @@ def test_a_signal_after_the_last_step_changes_nothing(
     assert cli("train", str(config)).code == 0
 
 
+@pytest.mark.parametrize(
+    ("kind", "outcome", "code"), [(OSError, "error", 1), (UnicodeError, "wrong input", 2)]
+)
 def test_an_error_is_in_the_result(
-    cli: Callable, config: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Callable,
+    config: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type[Exception],
+    outcome: str,
+    code: int,
 ) -> None:
     def broken(_: Trainer) -> None:
-        raise OSError("the cable is out")
+        raise kind("the cable is out")
 
     monkeypatch.setattr(Trainer, "step", broken)
-    assert cli("train", str(config)).code == 1
+    assert cli("train", str(config)).code == code
     result = json.loads(Path("runs/small/result.json").read_text())
-    assert result == {"outcome": "error", "exit_code": 1, "steps": 0, "error": "the cable is out"}
+    assert result == {
+        **{"outcome": outcome, "exit_code": code},
+        **{"steps": 0, "error": "the cable is out"},
+    }
 
 
 def images(workers: int) -> Config:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,7 +18,9 @@ from ranks import Outcome, Results, run_on_ranks
 from rich.console import Console
 
 from distributed.small_runs import config, data, small_net
-from mixprec.train import loop, trainer
+from mixprec.train import checkpoint, loop, trainer
+from mixprec.train.checkpoint import CheckpointError
+from mixprec.train.distributed import Ranks
 from mixprec.train.loop import Preempted, run
 
 pytestmark = [
@@ -74,10 +77,37 @@ def damaged(rank: int) -> Outcome:
         file = sorted((newest / "shards").iterdir())[-1]
         file.write_bytes(file.read_bytes()[:-8])
     dist.barrier()
-    return {"told": went("delayed", "damaged", "fsdp", resume="auto")}
+    sent, hashed = [0], []
+    at_first, verify = Ranks.at_first, checkpoint._verify
+
+    def counted(ranks: Ranks, do: Callable[[], Any]) -> Any:
+        value = at_first(ranks, do)
+        sent.append(len(pickle.dumps(value)))
+        return value
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Ranks, "at_first", counted)
+        patch.setattr(checkpoint, "_verify", lambda *file: [hashed.append(file), verify(*file)])
+        told = went("delayed", "damaged", "fsdp", resume="auto")
+    return {"told": told, "sent": max(sent), "hashed": len(hashed)}
 
 
-JOBS: tuple[Callable[[int], Outcome], ...] = (sharded, damaged)
+def elsewhere(path: Path, name: str) -> Any:
+    raise FileNotFoundError(name)
+
+
+def unseen(rank: int) -> Outcome:
+    """A checkpoint that the first rank can read, and another cannot."""
+    went("delayed", "unseen", "fsdp", stop=5)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 2:
+            patch.setattr(checkpoint, "_json", elsewhere)
+        with pytest.raises(CheckpointError) as caught:
+            went("delayed", "unseen", "fsdp", resume="auto")
+    return {"told": str(caught.value)}
+
+
+JOBS: tuple[Callable[[int], Outcome], ...] = (sharded, damaged, unseen)
 
 
 @pytest.fixture(scope="module")
@@ -110,10 +140,23 @@ def test_a_checkpoint_of_one_process_is_gone_on_with_by_three(runs: Results, rec
 
 
 def test_a_damaged_shard_is_passed_by_on_all_ranks_alike(runs: Results) -> None:
-    told = runs(damaged)[0]["told"]
+    first, *others = runs(damaged)
+    # the name of a checkpoint, and no more, goes from the one that verifies it to the others
+    assert first["hashed"]
+    assert all(other["hashed"] == 0 for other in others)
+    assert first["sent"] < 1000
+    told = first["told"]
     assert any("skipped a damaged checkpoint" in line and "shard-0000" in line for line in told)
     assert any(line == "resumed after step 3 of 10" for line in told)
     assert losses("delayed", "damaged") == pytest.approx(losses("delayed", "straight"), rel=1e-4)
+
+
+def test_a_checkpoint_that_one_rank_cannot_read_is_one_line_on_all(runs: Results) -> None:
+    first, *others = runs(unseen)
+    assert others == [first] * 2
+    assert first["told"].startswith("checkpoint: got ")
+    assert "step_00000005; rank 2 cannot read it (checkpoint: got " in first["told"]
+    assert first["told"].endswith("; give a folder that all ranks see")
 
 
 def test_torchrun_resumes_from_the_command_line(tmp_path: Path) -> None:

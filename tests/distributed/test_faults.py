@@ -156,9 +156,9 @@ def result(days: Path, scene: str) -> dict[str, Any]:
 
 
 def weights(days: Path, scene: str) -> dict[str, Tensor]:
-    state = checkpoint.newest(days / "runs" / scene / "checkpoints", print)
-    assert state is not None
-    return state["model"]
+    found = checkpoint.newest(days / "runs" / scene / "checkpoints", print)
+    assert found is not None
+    return found[1]["model"]
 
 
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(days: Path) -> None:

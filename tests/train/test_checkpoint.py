@@ -108,7 +108,7 @@ def test_newest_passes_by_what_is_damaged_and_says_so(tmp_path: Path) -> None:
     (tmp_path / ".writing_step_00000004").mkdir()
     said: list[str] = []
     found = checkpoint.newest(tmp_path, said.append)
-    assert found == {"position": {"step": 2}}
+    assert found == (tmp_path / "step_00000002", {"position": {"step": 2}})
     assert len(said) == 1
     assert "step_00000003; tree.json is truncated or changed" in said[0]
 
@@ -211,7 +211,7 @@ def test_a_manifest_that_lacks_a_key_is_passed_by(tmp_path: Path, key: str) -> N
     said: list[str] = []
     found = checkpoint.newest(tmp_path, said.append)
     assert found is not None
-    assert found["position"] == 1
+    assert found[1]["position"] == 1
     assert len(said) == 1
 
 

@@ -25,19 +25,7 @@ from mixprec.cli.plan import plan
 from mixprec.cli.recipes import recipes
 from mixprec.cli.report import report
 from mixprec.cli.train import train
-
-ERROR = 1
-USAGE_ERROR = 2
-_WRONG_INPUT = (
-    ValueError,
-    TypeError,
-    ImportError,
-    FileNotFoundError,
-    FileExistsError,
-    IsADirectoryError,
-    NotADirectoryError,
-    PermissionError,
-)
+from mixprec.train.faults import EXIT_CODES, WRONG_INPUT
 
 app = typer.Typer(
     name="mixprec",
@@ -94,15 +82,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with warnings.catch_warnings():
             warnings.showwarning = _print_warning
             app(arguments, prog_name="mixprec", obj=options)
-    except (*_WRONG_INPUT, OSError) as error:
+    except (*WRONG_INPUT, OSError) as error:
         if options["debug"]:
             raise
         print(f"mixprec: {str(error).strip() or type(error).__name__}", file=sys.stderr)
-        if isinstance(error, _WRONG_INPUT):
-            sys.exit(USAGE_ERROR)
+        if isinstance(error, WRONG_INPUT):
+            sys.exit(EXIT_CODES["wrong input"])
         # What could not be written would be tried again, and complained about, on the way out.
         sys.stdout = None
-        sys.exit(ERROR)
+        sys.exit(EXIT_CODES["error"])
 
 
 def _print_warning(message: Warning | str, *_: Any, **__: Any) -> None:

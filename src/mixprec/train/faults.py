@@ -26,8 +26,19 @@ from torch import Tensor, nn
 from mixprec.amp.grad_scaler import GradScaler
 from mixprec.amp.scaler_state import StepOutcome
 
-EXIT_CODES = {"finished": 0, "error": 1, "nonfinite": 3, "preempted": 75}
+EXIT_CODES = {"finished": 0, "error": 1, "wrong input": 2, "nonfinite": 3, "preempted": 75}
 """How a run ends, as `result.json` has it, and the exit code of the command line."""
+WRONG_INPUT = (
+    ValueError,
+    TypeError,
+    ImportError,
+    FileNotFoundError,
+    FileExistsError,
+    IsADirectoryError,
+    NotADirectoryError,
+    PermissionError,
+)
+"""Errors for which the input is to blame; any other is the program's fault or the system's."""
 # the last one is not on Windows
 STOP_SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)

@@ -19,7 +19,7 @@ from mixprec.train.alarms import RunAlarms
 from mixprec.train.config import Config, load, recipe_line, to_toml
 from mixprec.train.distributed import started
 from mixprec.train.events import Events
-from mixprec.train.faults import EXIT_CODES, NonFiniteError
+from mixprec.train.faults import EXIT_CODES, WRONG_INPUT, NonFiniteError
 from mixprec.train.log import (
     Metrics,
     ProgressLines,
@@ -118,7 +118,10 @@ def run(
             ).train(stop)
 
 
-_OUTCOMES = {NonFiniteError: "nonfinite", Preempted: "preempted"}
+_OUTCOMES: dict[type[Exception], str] = {
+    **{NonFiniteError: "nonfinite", Preempted: "preempted"},
+    **dict.fromkeys(WRONG_INPUT, "wrong input"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +146,8 @@ class _Run:
                 self._advance(step_ms, stop)
             return self._result(step_ms, time.perf_counter() - started)
         except Exception as error:
-            outcome = _OUTCOMES.get(type(error), "error")
+            named = (name for kind, name in _OUTCOMES.items() if isinstance(error, kind))
+            outcome = next(named, "error")
             # on a full disk the error says enough
             with suppress(OSError):
                 self._write_result(outcome, {"steps": self.trainer.done, "error": str(error)})
@@ -174,9 +178,8 @@ class _Run:
         state = None
         if self.trainer.faults.goes_back and self.folder is not None:
             folder, limit = self.folder / _CHECKPOINTS, self.trainer.faults.way_back
-            state = self.trainer.ranks.at_first(
-                lambda: checkpoint.newest(folder, self.lines.line, at_most=limit)
-            )
+            ranks, report = self.trainer.ranks, self.lines.line
+            state = sharded_checkpoint.newest(ranks, folder, report, at_most=limit)
         if state is None:
             raise error
         self.trainer.roll_back(state, error)
@@ -338,10 +341,10 @@ def _resume(
         return
     ranks = trainer.ranks
     if resume != "auto":
-        state = ranks.at_first(lambda: checkpoint.load(Path(resume)))
+        state = sharded_checkpoint.load(ranks, Path(resume))
     else:
         assert folder is not None  # _check_folder
-        found = ranks.at_first(lambda: checkpoint.newest(folder / _CHECKPOINTS, lines.line))
+        found = sharded_checkpoint.newest(ranks, folder / _CHECKPOINTS, lines.line)
         if found is None:
             lines.line(f"no whole checkpoint in {folder}: starting from the beginning")
             return

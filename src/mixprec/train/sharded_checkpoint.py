@@ -7,7 +7,8 @@
 The shards are torch.distributed.checkpoint's, without pickle, and are read by any number of ranks:
 each takes what its own shards overlap, one process all of it. The first rank writes all else, lists
 the shards with their sizes and SHA-256 too, and gives the whole its name after every rank is done.
-All ranks see the same folder. Which checkpoint is whole is decided by the first rank for all.
+All ranks see the same folder. Which checkpoint is whole the first rank, which verifies it, decides
+for all; each rank then reads it for itself, so that nothing but its name is sent.
 
 Source: torch.distributed.checkpoint's HuggingFaceStorageWriter and HuggingFaceStorageReader.
 """
@@ -59,11 +60,60 @@ def save(
     )
 
 
+def load(ranks: Ranks, path: Path) -> dict[str, Any]:
+    """`checkpoint.load` by all ranks.
+
+    Raises: CheckpointError: It is damaged, or a rank cannot read it; on every rank.
+    """
+    found = _read(ranks, lambda: (path, checkpoint.load(path)))
+    assert found is not None
+    return found
+
+
+def newest(
+    ranks: Ranks, folder: Path, report: Callable[[str], None], *, at_most: int | None = None
+) -> dict[str, Any] | None:
+    """The content of `checkpoint.newest`, by all ranks; the first one reports.
+
+    Raises: CheckpointError: A rank cannot read what the first one has verified; on every rank.
+    """
+    return _read(ranks, lambda: checkpoint.newest(folder, report, at_most=at_most))
+
+
+def _read(
+    ranks: Ranks, find: Callable[[], tuple[Path, dict[str, Any]] | None]
+) -> dict[str, Any] | None:
+    """What a function finds on the first rank, as each rank reads it; None where it finds none."""
+    trees: list[dict[str, Any]] = []
+
+    def path_of_found() -> Path | None:
+        if (found := find()) is None:
+            return None
+        trees.append(found[1])
+        return found[0]
+
+    path, error = ranks.at_first(path_of_found), None
+    if path is None:
+        return None
+    if not ranks.is_first:
+        try:
+            trees.append(checkpoint.load(path, is_verified=True))
+        except CheckpointError as caught:
+            error = f"rank {ranks.rank} cannot read it ({caught})"
+    # nobody goes on, and drops it, before all have read it
+    if (error := ranks.first_of(error)) is not None:
+        raise CheckpointError(
+            f"checkpoint: got {path}; {error}, which the first rank can; give a folder that all "
+            "ranks see"
+        )
+    return trees[0]
+
+
 def assembled(tree: Mapping[str, Any], mesh: Any) -> dict[str, Any]:
     """What `checkpoint.load` gave, with the tensors that it left in their shards.
 
     Args:
-        tree: Equal on all ranks.
+        tree: Of the same checkpoint on all ranks.
         mesh: The device mesh whose ranks take a shard each, along the first axis; None for whole
             tensors, on the CPU.
 
