@@ -22,7 +22,6 @@ from mixprec.amp.inputs import cast_inputs
 from mixprec.amp.setup import region, with_update
 from mixprec.measure import saved_bytes
 from mixprec.memory import live_bytes, storage_bytes, tensors_in
-from mixprec.noise import first_pieces_only
 from mixprec.planning.batches import META, Row, batch_of
 from mixprec.recipes import Recipe
 from mixprec.train import optimizers
@@ -101,7 +100,7 @@ def rehearse(step: Step, rows: int, runs: Sequence[Sequence[nn.Module]] = ()) ->
     stretches = _Stretches(model, live, found)
     handles = stretches.watch(runs)
     try:
-        with live, first_pieces_only(), warnings.catch_warnings():
+        with live, warnings.catch_warnings():
             # of values, which are none
             warnings.simplefilter("ignore")
             optimizer.zero_grad()

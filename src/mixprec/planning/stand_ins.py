@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mixprec.noise import first_pieces_only
 from mixprec.planning.batches import META
 
 CPU = torch.device("cpu")
@@ -36,7 +37,7 @@ def stand_ins(model: nn.Module, device: torch.device) -> Iterator[None]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     # some operands are tables of numbers
-    with FakeTensorMode(allow_non_fake_inputs=True), _Answers():
+    with FakeTensorMode(allow_non_fake_inputs=True), _Answers(), first_pieces_only():
         _put(model, device)
         yield
 
