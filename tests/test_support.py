@@ -33,7 +33,12 @@ def recipe_of(a: QuantSpec | None, b: QuantSpec | None) -> Recipe:
         ("e4m3", (8, 0), False, "no units in Ampere (8.0); Ada (8.9) has"),
         ("e4m3", (8, 9), True, "native on Ada (8.9)"),
         ("bf16", (7, 5), False, "no units in Turing (7.5); Ampere (8.0) has, older than CDNA 3"),
-        ("e4m3fnuz", (9, 0), False, "no units in Hopper (9.0); CDNA 3 (9.4) has"),
+        (
+            "e4m3fnuz",
+            (9, 0),
+            False,
+            "no units in Hopper (9.0), which multiplies e4m3 in its place; ",
+        ),
         ("e8m0", (10, 0), False, "no units in Blackwell (10.0); no GPU of the table has"),
         ("fp64", (7, 0), True, "native on Volta (7.0)"),
     ],

@@ -193,7 +193,7 @@ class _Place:
                 return None
             return f"no units in {self}, which multiplies {', '.join(self.cpu_formats)}"
         if not self.unit.multiplies(fmt):
-            return f"no units in {self}; {_first_with(fmt)}"
+            return f"no units in {self}{_instead(self.unit, fmt)}; {_first_with(fmt)}"
         name = next(name for name, known in FORMATS.items() if fmt == known)
         since = TORCH_TYPES.get(name)
         if fmt.bits < _NARROW_BITS and since is None:
@@ -220,8 +220,11 @@ class _Place:
             return f"sums as of {gemm.accumulate}: only the emulation adds like that"
         if len(specs) == 1:
             return f"{specs[0].format}: no units multiply it with an operand in high precision"
-        if self.unit is None or self.unit.vendor not in NATIVE_VENDORS:
+        if self.unit is None:
             return f"{specs[0].format}: no implementation multiplies it natively on {self}"
+        if self.unit.vendor not in NATIVE_VENDORS:
+            # ROCm's torch.mm refuses out_dtype=torch.float32
+            return f"{specs[0].format}: {self} has units, but torch no float32 sums of them there"
         if any(spec.block not in _SCALES_AFTER_THE_SUM for spec in specs):
             return why_not_specs(specs[0], specs[1], self.capability)
         if formats == {_E2M1}:
@@ -242,6 +245,17 @@ def _notes_on_sums(unit: Generation | None, formats: Iterable[FloatFormat]) -> l
     if unit is None or not unit.fp8_sums or not any(fmt in _FP8 for fmt in formats):
         return []
     return [unit.fp8_sums]
+
+
+def _instead(unit: Generation, fmt: FloatFormat) -> str:
+    """What a unit multiplies of the same fields, with another bias or other special values."""
+    alike = (fmt.exponent, fmt.mantissa, fmt.signed)
+    found = [
+        name
+        for name, known in FORMATS.items()
+        if unit.multiplies(known) and (known.exponent, known.mantissa, known.signed) == alike
+    ]
+    return f", which multiplies {', '.join(found)} in its place" if found else ""
 
 
 def _first_with(fmt: FloatFormat) -> str:

@@ -83,11 +83,15 @@ def plan(
 ) -> None:
     """Memory, native layers and roofline of a run, on hardware one need not have.
 
-    Runs one training step on torch's meta device: no data, no memory, no arithmetic.
+    Runs one training step on shapes alone: no data, no memory, no arithmetic.
     """
     from mixprec.planning import plan as planned
     from mixprec.train.config import load
 
+    if out is not None and not out.parent.is_dir():
+        raise ValueError(
+            f"out: got {out}; its folder is not there; make {out.parent}, or name another file"
+        )
     resolved = load(config, [*(settings or []), *([f"base={base}"] if base is not None else [])])
     found = planned(
         resolved,
@@ -135,7 +139,7 @@ def _show(plan: Plan) -> None:
                 title=f"{entry.recipe} on {plan.target}, torch {plan.torch}",
             )
     for note in plan.notes:
-        console().print(note, soft_wrap=True)
+        console().print(note)
 
 
 def _memory_row(entry: RecipePlan) -> tuple[str, ...]:
@@ -153,11 +157,17 @@ def _roofline_row(entry: RecipePlan) -> tuple[str, ...]:
         entry.recipe,
         *layers,
         f"{100 * line.share:.1f}",
-        f"{1e3 * line.seconds:.3g}",
+        _milliseconds(line.seconds),
         f"{line.speedup:.2f}",
         f"{line.product_speedup:.2f}",
         line.baseline,
     )
+
+
+def _milliseconds(seconds: float) -> str:
+    """Three digits; whole ones where there are more."""
+    count = 1e3 * seconds
+    return f"{count:,.0f}" if count >= 1000 else f"{count:.3g}"
 
 
 def grouped(layers: Sequence[LayerPlan]) -> list[tuple[str, ...]]:
