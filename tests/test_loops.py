@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import mixprec
 from mixprec import loops, scaling
 from mixprec.formats import FORMATS
 from mixprec.gemm.impl import emulated
@@ -300,7 +301,7 @@ def test_what_is_no_large_matrix_in_plain_memory_is_left_to_torch() -> None:
     assert loops.serves(large)
     assert loops.serves(large.t())
     refused = {
-        "small": large[:63],
+        "small": large[:127],
         "strided": torch.zeros(1 << 9, 1 << 9)[:, ::2],
         "three axes": large.reshape(2, 1 << 7, 1 << 8),
         "another type": torch.zeros(1 << 8, 1 << 8, dtype=torch.float64),
@@ -373,3 +374,9 @@ def test_memory_of_an_operand_can_still_be_let_go(spec: QuantSpec) -> None:
     quantize(x, spec, noise=Noise(seed=0), decoded=True)
     x.untyped_storage().resize_(0)
     assert x.untyped_storage().nbytes() == 0
+
+
+def test_converting_a_small_model_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loops, "_is_available", lambda: pytest.fail("asked for numba"))
+    for recipe in RECIPES:
+        mixprec.convert(torch.nn.Linear(8, 8), recipe)

@@ -20,7 +20,7 @@ from mixprec.formats import FloatFormat
 from mixprec.noise import Noise
 from mixprec.scale_rules import Formula, PowerOfTwo
 
-SMALLEST = 1 << 14
+SMALLEST = 1 << 15
 """Elements of a tensor from which on a loop is worth its call, and its compiler's import."""
 _WORTH_A_THREAD = 1 << 15
 _PARTS_A_THREAD = 2

@@ -208,8 +208,8 @@ def resolve_spec(
     Returns:
         Name and reason.
     """
-    # more than one block of any recipe along both axes
-    sample = torch.zeros((256, 256), device=device, dtype=dtype)
+    # more than one block of any recipe along both axes, and too small for loops to be compiled for
+    sample = torch.zeros((160, 160), device=device, dtype=dtype)
 
     def operand(quant: QuantSpec | None) -> Operand:
         if quant is None:
