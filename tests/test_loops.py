@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mixprec
 from mixprec import loops, scaling
+from mixprec.codes import decode
 from mixprec.formats import FORMATS
 from mixprec.gemm.impl import emulated
 from mixprec.hadamard import hadamard
@@ -203,6 +204,19 @@ def test_hadamard(is_turned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         x = x.t().contiguous().t() if is_turned else x.contiguous()
         mine, want = with_and_without(lambda x=x: hadamard(x), monkeypatch)
         assert_same_bits(mine, want)
+
+
+@TURNED
+@pytest.mark.parametrize("name", ["e4m3", "e5m2", "e3m2", "e2m3", "e2m1"])
+def test_decoding(name: str, is_turned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    fmt = FORMATS[name]
+    codes = torch.randint(1 << fmt.bits, (300, 130), dtype=torch.uint8)
+    codes = codes.t().contiguous().t() if is_turned else codes
+    spec, one = QuantSpec(format=fmt, block=(-1, -1)), torch.ones(1, 1)
+    q = QuantizedTensor(codes=codes, scale=one, amax=None, spec=spec, shape=codes.shape)
+    mine, want = with_and_without(lambda: torch.mul(*emulated._decoded(q)), monkeypatch)
+    assert_same_bits(mine, decode(codes, fmt))
+    assert_same_bits(mine, want)
 
 
 def test_sums_times_scales_of_rows_and_columns(monkeypatch: pytest.MonkeyPatch) -> None:

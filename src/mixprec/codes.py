@@ -240,7 +240,7 @@ def decode(
     # not of a tensor that stands for others, as in tracing; on a CPU a twentieth of the time
     is_plain = type(codes) is Tensor and codes.device.type == "cpu"
     if is_plain and fmt.bits <= 8 and not torch.compiler.is_compiling():
-        return looked_up(_table(fmt, working), codes).to(dtype)
+        return looked_up(table_of(fmt, working), codes).to(dtype)
     return _values_of(codes, fmt, working).to(dtype)
 
 
@@ -253,8 +253,8 @@ def looked_up(table: Tensor, codes: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def _table(fmt: FloatFormat, working: torch.dtype) -> Tensor:
-    """The value of each byte."""
+def table_of(fmt: FloatFormat, working: torch.dtype = torch.float32) -> Tensor:
+    """The value of each byte, in a type that holds it."""
     with on_numbers():
         return _values_of(torch.arange(256, dtype=torch.uint8, device="cpu"), fmt, working)
 

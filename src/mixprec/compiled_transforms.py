@@ -1,7 +1,7 @@
-"""The Hadamard transform and factors of rows and columns, in compiled loops.
+"""The Hadamard transform, factors of rows and columns, and decoding, in compiled loops.
 
-As ``hadamard`` and torch's products by factors have them, so that the bits are theirs. Matrices are
-float32 in the order of memory.
+As ``hadamard``, torch's products by factors and ``codes.decode`` have them, so that the bits are
+theirs. Matrices are in the order of memory, float32 but for codes.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from mixprec.compiled_calls import Array, array_at, loop, part_of_loop, parts_of
 
 _FLIPPED = (3, 5, 6, 7, 8, 9, 10, 12, 14, 15)
 _MATRICES = record_of(("x", "out", "rows", "columns", "at_once"))
+_CODES = record_of(("codes", "table", "out", "rows", "columns", "at_once"))
 _FACTORS = record_of(("x", "row_factors", "column_factors", "rows", "columns", "at_once"))
 
 
@@ -105,3 +106,16 @@ def times_rows_and_columns(pointer: Any) -> None:
             factor = rows[i]
             for j in range(len(columns)):
                 x[i, j] = np.float32(x[i, j] * factor) * columns[j]
+
+
+@loop(_CODES)
+def decode(pointer: Any) -> None:
+    """The entry of a table, float32 [256], for each code, uint8; a part is ``at_once`` rows."""
+    call = carray(pointer, 1)[0]
+    codes = array_at(call.codes, np.uint8, (call.rows, call.columns))
+    out = array_at(call.out, np.float32, (call.rows, call.columns))
+    table = array_at(call.table, np.float32, (256,))
+    for part in parts_of(pointer, call.parts):
+        for i in range(part * call.at_once, min((part + 1) * call.at_once, call.rows)):
+            for j in range(call.columns):
+                out[i, j] = table[codes[i, j]]

@@ -36,18 +36,18 @@ class Quantized(NamedTuple):
     held: Tensor | None
 
 
-def serves(x: Tensor) -> bool:
-    """Whether the loops here take x: a large float32 matrix in plain memory, rows or columns whole.
+def serves(x: Tensor, dtype: torch.dtype = torch.float32) -> bool:
+    """Whether the loops here take x: a large matrix in plain memory, rows or columns whole.
 
     The first time that only numba is missing a warning says so.
     """
-    return x.numel() >= SMALLEST and _is_plain(x) and _is_available()
+    return x.numel() >= SMALLEST and _is_plain(x, dtype) and _is_available()
 
 
-def _is_plain(x: Tensor) -> bool:
+def _is_plain(x: Tensor, dtype: torch.dtype) -> bool:
     if torch.compiler.is_compiling() or type(x) is not Tensor or x.device.type != "cpu":
         return False
-    is_matrix = x.dtype == torch.float32 and x.ndim == 2 and not x.is_neg()
+    is_matrix = x.dtype == dtype and x.ndim == 2 and not x.is_neg()
     if not is_matrix or not (x.is_contiguous() or x.t().is_contiguous()):
         return False
     # what looks on, or stands for other tensors, sees operations of torch only
@@ -216,6 +216,26 @@ def hadamard(x: Tensor) -> Tensor:
         rows // 16 if is_turned else rows,
         _num_parts(x),
         x=memory.data_ptr(),
+        out=out.data_ptr(),
+        rows=rows,
+        columns=columns,
+    )
+    return out.t() if is_turned else out
+
+
+def decoded(codes: Tensor, table: Tensor) -> Tensor:
+    """The entries of a table, float32 [256], for uint8 codes that ``serves``; in their layout."""
+    from mixprec.compiled_transforms import decode
+
+    memory, is_turned = _in_order_of_memory(codes)
+    out = torch.empty_like(memory, dtype=torch.float32)
+    rows, columns = memory.shape
+    _run_over(
+        decode,
+        rows,
+        _num_parts(codes),
+        codes=memory.data_ptr(),
+        table=table.data_ptr(),
         out=out.data_ptr(),
         rows=rows,
         columns=columns,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mixprec import loops
-from mixprec.codes import decode_pairs, decode_unscaled
+from mixprec.codes import decode_pairs, decode_unscaled, table_of
 from mixprec.gemm.accumulation import FP32, MODELS, Accumulate
 from mixprec.gemm.native import add_bias_and_round
 from mixprec.modes import is_autocast_on, without_modes
@@ -139,6 +139,8 @@ def _decoded(x: QuantizedTensor) -> tuple[Tensor, float]:
         return x.codes, 1.0
     if x.is_packed:
         return decode_pairs(x.codes, x.spec.format)[..., : x.matrix_shape[1]], 1.0
+    if loops.serves(x.codes, torch.uint8):
+        return loops.decoded(x.codes, table_of(x.spec.format)), 1.0
     return decode_unscaled(x.codes, x.spec.format) if _has_no_nan_codes(x) else (x.values, 1.0)
 
 
