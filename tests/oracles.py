@@ -78,7 +78,8 @@ def code_below(fmt: FloatFormat, size: float) -> tuple[int, Fraction]:
     exact = Fraction(size) / unit(fmt)
     # Without the cap the codes of a 64-bit format would be searched up to 2^64 units and more.
     codes = range(top_code(fmt) + 2)
-    code = bisect_right(codes, exact, key=lambda code: magnitude(fmt, code)) - 1
+    # magnitudes are integers, and integers are compared faster than fractions
+    code = bisect_right(codes, math.floor(exact), key=lambda code: magnitude(fmt, code)) - 1
     if code < 0:
         return 0, Fraction(0)
     low, high = magnitude(fmt, code), magnitude(fmt, code + 1)
