@@ -221,7 +221,7 @@ def test_decoding(name: str, is_turned: bool, monkeypatch: pytest.MonkeyPatch) -
 
 def test_sums_times_scales_of_rows_and_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = difficult(300, 64), difficult(280, 64)
-    operands = [quantize(x, replace(_ROW, scale_rule="real")) for x in (a, b)]
+    operands = [quantize(x, replace(_ROW, scale_rule="real"), decoded=True) for x in (a, b)]
     for pair in (operands, [operands[0][:1], operands[1]], [operands[0], operands[1][:1]]):
         made = with_and_without(
             lambda pair=pair: emulated.matmul(*pair, bias=None, out_dtype=torch.float32),
