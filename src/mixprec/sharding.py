@@ -41,7 +41,8 @@ class Spread:
     def largest(self, magnitudes: Tensor) -> Tensor:
         """The largest of all ranks' magnitudes, elementwise, in float32; NaN is above all."""
         # magnitudes have the order of their bits, NaN above inf; as numbers, a maximum may lose NaN
-        bits = magnitudes.to(torch.float32).abs().view(torch.int32)
+        # (the mask takes the sign; Inductor, torch 2.13, does not send what is a mere view)
+        bits = magnitudes.to(torch.float32).view(torch.int32) & 0x7FFFFFFF
         return self._reduced(bits, "max").view(torch.float32)
 
     def total(self, x: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import mixprec
+from mixprec.sharding import spread_over
 
 pytestmark = [
     pytest.mark.slow,
@@ -111,7 +112,7 @@ def copies(rank: int) -> Outcome:
 def compiled(rank: int) -> Outcome:
     """DDP around a converted layer, traced and not, for two steps; on two ranks, to save time."""
     if dist.get_world_size() > 2:
-        return {"close": [], "weights": []}
+        return {"close": [], "weights": [], "largest": []}
     runs = []
     for compile_it in (False, True):
         torch.manual_seed(0)
@@ -127,9 +128,15 @@ def compiled(rank: int) -> Outcome:
             (run(x * (1 + rank)) ** 2).mean().backward()
             optimizer.step()
         runs.append([parameter.detach() for parameter in net.parameters()])
+    spread = spread_over()
+    assert spread is not None
+    values = torch.tensor([-1.0 - rank, torch.nan if rank else 3.0, -torch.inf, -0.0])
+    # by the compiler that trainings have, which keeps to rules of its own for what is sent
+    largest = (torch.compile(spread.largest) if rank == 0 else spread.largest)(values)
     return {
         "close": [torch.allclose(a, b, rtol=1e-4) for a, b in zip(*runs, strict=True)],
         "weights": runs[1],
+        "largest": largest.view(torch.int32).tolist(),
     }
 
 
@@ -156,6 +163,7 @@ def test_a_compiled_model_under_ddp_trains_as_an_eager_one(sharded: Results) -> 
     first, *others = sharded(compiled)
     assert all(all(outcome["close"]) for outcome in (first, *others))
     for outcome in others:
+        assert first["largest"] == outcome["largest"]
         pairs = zip(first["weights"], outcome["weights"], strict=True)
         assert all(torch.equal(a, b) for a, b in pairs)
 

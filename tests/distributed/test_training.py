@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from ranks import Job, Outcome, Results
 from rich.console import Console
+from torch import Tensor
+from train.small_models import SLOPE, use
 from train.test_mixed_precision import leaves
 
 from distributed.small_runs import (
@@ -36,10 +38,11 @@ from mixprec.recipes import RECIPES
 from mixprec.train import checkpoint
 from mixprec.train import trainer as train
 from mixprec.train.checkpoint import Shards
-from mixprec.train.distributed import Strategy
+from mixprec.train.distributed import Ranks, Strategy
 from mixprec.train.faults import NonFiniteError
 from mixprec.train.loop import run
 from mixprec.train.sharded_checkpoint import assembled
+from mixprec.train.splits import Dataset, Split
 from mixprec.train.trainer import Trainer
 
 pytestmark = [
@@ -166,6 +169,25 @@ def with_a_bad_shard(rank: int) -> Outcome:
     return {"told": str(caught.value)}
 
 
+def small_beside_large(*sharing: Ranks) -> Tensor:
+    """A 16-bit parameter's gradient of four batches, of which one is 2**10 times the others."""
+    inputs = torch.full((8, 16), 2.0**-10)
+    inputs[3] = 1.0
+    rows = Split(inputs=inputs, targets=torch.zeros(8, dtype=torch.int64))
+    with pytest.MonkeyPatch.context() as patch:
+        use(patch, SLOPE)
+        settings = config("bf16_pure", "train.accumulate=4", batch=2)
+        trainer = Trainer(settings, Dataset(train=rows, evaluation=rows), *sharing)
+        trainer._gradients()
+    (gradient,) = (parameter.grad for parameter in trainer.model.parameters())
+    assert gradient is not None
+    return whole(gradient)
+
+
+def accumulating(rank: int) -> Outcome:
+    return {"gradient": small_beside_large(ranks("fsdp"))}
+
+
 def figures(rank: int) -> Outcome:
     """A run's figure for its gathers, what it printed, and the same step counted by hand."""
     shown = StringIO()
@@ -187,6 +209,7 @@ JOBS = {
         going_back,
         stopping,
         with_a_bad_shard,
+        accumulating,
         figures,
     ),
     3: (with_whole_blocks, with_cut_blocks, stopping),
@@ -303,6 +326,14 @@ def test_nan_on_one_rank_stops_all(results_of: Callable[[int], Results], size: i
 def test_a_bad_shard_of_one_rank_is_seen_by_all(on_two: Results) -> None:
     told = "step 0: a parameter is not finite; the first tensor at fault is parameter head.weight"
     assert on_two(with_a_bad_shard) == [{"told": told}] * 2
+
+
+def test_batches_of_16_bits_are_added_up_in_float32_in_shards_too(on_two: Results) -> None:
+    alone = small_beside_large()
+    assert alone.dtype == torch.float32
+    # no sum of these in 16 bits
+    assert not torch.equal(alone, alone.bfloat16().float())
+    assert all(torch.equal(found["gradient"], alone) for found in on_two(accumulating))
 
 
 def test_result_has_what_gathers_sent(on_two: Results) -> None:

@@ -24,6 +24,7 @@ from mixprec.amp.setup import stays_wide
 from mixprec.nn import Traffic, count_gathers, distribute, gather_codes
 from mixprec.nn.gathering import gathers_codes
 from mixprec.nn.state import converted_layers
+from mixprec.optim import MixedPrecision
 from mixprec.recipes import Recipe
 from mixprec.train.config import Config
 from mixprec.train.distributed import Ranks
@@ -166,6 +167,15 @@ def gradients(forward: Callable[..., Any], *, summed: bool) -> AbstractContextMa
     if not summed and isinstance(forward, DistributedDataParallel):
         return forward.no_sync()
     return nullcontext()
+
+
+def widen(optimizer: torch.optim.Optimizer, ranks: Ranks, *, summed: bool) -> None:
+    """After a batch of a step: have gradients of 16-bit parameters in float32, as the next adds to.
+
+    DDP adds batches up in the parameters' type, which it sums over ranks, and is left until then.
+    """
+    if isinstance(optimizer, MixedPrecision) and (summed or ranks.strategy != "ddp"):
+        optimizer.widen_gradients()
 
 
 def mesh_of(model: nn.Module) -> Any:

@@ -23,7 +23,6 @@ from mixprec.amp.inputs import cast_inputs
 from mixprec.amp.setup import cast_parameters, region, scaler_for, with_update
 from mixprec.inspection.statistics import StepStatistics
 from mixprec.inspection.watch import Watcher
-from mixprec.optim import MixedPrecision
 from mixprec.policy import Operation
 from mixprec.recipes import DYNAMIC
 from mixprec.train import checkpoint, optimizers, parallel
@@ -371,14 +370,13 @@ class Trainer:
         self.optimizer.zero_grad()
         total, suspect = 0.0, batches[0][0]
         for place, (inputs, targets) in enumerate(batches, start=1):
-            with parallel.gradients(self._forward, summed=place == len(batches)):
+            with parallel.gradients(self._forward, summed=(is_last := place == len(batches))):
                 loss = self.loss_of(inputs, targets) * (len(targets) / rows)
                 suspect = inputs if math.isfinite(total) else suspect
                 total += loss.item()
                 self.scaler.scale(loss).backward()
+            parallel.widen(self.optimizer, self.ranks, summed=is_last)
         parallel.share_statistics(self.model, self.ranks)
-        if isinstance(self.optimizer, MixedPrecision):
-            self.optimizer.widen_gradients()
         (total,) = self.ranks.sums(total)
         if not self.faults.skips:
             self._require_finite(total, self.done + 1, "the loss", suspect)
