@@ -110,34 +110,44 @@ def copies(rank: int) -> Outcome:
 
 
 def compiled(rank: int) -> Outcome:
-    """DDP around a converted layer, traced and not, for two steps; on two ranks, to save time."""
+    """Converted layers traced under DDP and FSDP2; and what is sent, compiled on the first rank.
+
+    On two ranks, to save time.
+    """
+    from torch.distributed.fsdp import fully_shard
+
     if dist.get_world_size() > 2:
         return {"close": [], "weights": [], "largest": []}
-    runs = []
-    for compile_it in (False, True):
-        torch.manual_seed(0)
-        net = nn.Linear(32, 32)
-        mixprec.convert(net, "fp8_tensorwise")
-        mixprec.distribute(net)
-        wrapped: nn.Module = DistributedDataParallel(net)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-        run = torch.compile(wrapped, backend="aot_eager") if compile_it else wrapped
-        for step in range(2):
-            optimizer.zero_grad()
-            x = torch.randn(8, 32, generator=torch.Generator().manual_seed(10 * step + rank))
-            (run(x * (1 + rank)) ** 2).mean().backward()
-            optimizer.step()
-        runs.append([parameter.detach() for parameter in net.parameters()])
+    close, weights = [], []
+    for wrap in (DistributedDataParallel, fully_shard):
+        eager, traced = two_steps(wrap, rank), two_steps(wrap, rank, backend="aot_eager")
+        close += [torch.allclose(a, b, rtol=1e-4) for a, b in zip(eager, traced, strict=True)]
+        weights += traced
     spread = spread_over()
     assert spread is not None
     values = torch.tensor([-1.0 - rank, torch.nan if rank else 3.0, -torch.inf, -0.0])
     # by the compiler that trainings have, which keeps to rules of its own for what is sent
     largest = (torch.compile(spread.largest) if rank == 0 else spread.largest)(values)
-    return {
-        "close": [torch.allclose(a, b, rtol=1e-4) for a, b in zip(*runs, strict=True)],
-        "weights": runs[1],
-        "largest": largest.view(torch.int32).tolist(),
-    }
+    return {"close": close, "weights": weights, "largest": largest.view(torch.int32).tolist()}
+
+
+def two_steps(wrap: Callable[..., nn.Module], rank: int, backend: str = "") -> list[Tensor]:
+    """The weights of a layer after two steps, whole."""
+    torch.manual_seed(0)
+    net = nn.Linear(32, 32)
+    mixprec.convert(net, "fp8_tensorwise")
+    mixprec.distribute(net)
+    wrapped = wrap(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    run = torch.compile(wrapped, backend=backend) if backend else wrapped
+    for step in range(2):
+        optimizer.zero_grad()
+        x = torch.randn(8, 32, generator=torch.Generator().manual_seed(10 * step + rank))
+        (run(x * (1 + rank)) ** 2).mean().backward()
+        optimizer.step()
+    return [
+        getattr(each, "full_tensor", lambda each=each: each)().detach() for each in net.parameters()
+    ]
 
 
 JOBS: tuple[Job, ...] = (orders, reverting, copies, compiled)
@@ -159,7 +169,7 @@ def test_copies_stay_spread(sharded: Results) -> None:
     assert all(all(outcome["equal"]) for outcome in sharded(copies))
 
 
-def test_a_compiled_model_under_ddp_trains_as_an_eager_one(sharded: Results) -> None:
+def test_compiled_models_train_as_eager_ones(sharded: Results) -> None:
     first, *others = sharded(compiled)
     assert all(all(outcome["close"]) for outcome in (first, *others))
     for outcome in others:
