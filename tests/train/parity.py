@@ -29,10 +29,11 @@ COMPARED = [
 
 VIT = (
     "model=vit",
-    'model_options={preset="tiny", size=28, patch=7, channels=1, classes=10}',
+    'model_options={preset="tiny", size=28, patch=14, channels=1, classes=10}',
     "data.name=mnist",
     "data.batch_size=16",
-    "optimizer.lr=1e-4",
+    "optimizer.lr=3e-5",
+    "train.clip_norm=1.0",
 )
 GPT = (
     "model=gpt",
