@@ -53,7 +53,7 @@ def hadamard(x: Tensor) -> Tensor:
     if step is None:
         return _butterfly(x.float() * signs).to(dtype)
     out = torch.empty_like(x, dtype=dtype)
-    for start in piece_starts(x.shape[axis], step):
+    for start in piece_starts(x, axis, step):
         length = min(step, x.shape[axis] - start)
         own = signs.narrow(0, start, length) if axis else signs
         part = x.narrow(axis, start, length).float() * own

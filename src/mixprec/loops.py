@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mixprec.formats import FloatFormat
+from mixprec.modes import is_fake, is_watched
 from mixprec.noise import Noise
 from mixprec.scale_rules import Formula, PowerOfTwo
 
@@ -45,14 +46,14 @@ def serves(x: Tensor, dtype: torch.dtype = torch.float32) -> bool:
 
 
 def _is_plain(x: Tensor, dtype: torch.dtype) -> bool:
-    if torch.compiler.is_compiling() or type(x) is not Tensor or x.device.type != "cpu":
+    if torch.compiler.is_compiling() or x.device.type != "cpu":
         return False
     is_matrix = x.dtype == dtype and x.ndim == 2 and not x.is_neg()
-    if not is_matrix or not (x.is_contiguous() or x.t().is_contiguous()):
+    if not is_matrix or not (type(x) is Tensor or is_fake(x)):
         return False
-    # what looks on, or stands for other tensors, sees operations of torch only
-    is_watched = torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active()
-    return not is_watched
+    if not (x.is_contiguous() or x.t().is_contiguous()):
+        return False
+    return not is_watched() and not torch._C._are_functorch_transforms_active()
 
 
 def reason() -> str | None:
@@ -92,7 +93,7 @@ def _block_amax(memory: Tensor, block: tuple[int, int]) -> Tensor:
         return found.view(torch.int32).amax(0, keepdim=True).view(torch.float32)
     blocks = _Blocks(memory, block)
     amax = blocks.one_each(torch.float32)
-    blocks.run(finds_amax=True, amax=amax.data_ptr())
+    blocks.run(finds_amax=True, amax=amax)
     return amax
 
 
@@ -127,13 +128,13 @@ def quantized(
     values = out if decoded else beside
     blocks.run(
         finds_amax=not is_found_before,
-        amax=amax.data_ptr(),
-        encode=encode.data_ptr(),
-        scale=scale.data_ptr(),
+        amax=amax,
+        encode=encode,
+        scale=scale,
         is_scaled=is_scaled,
         min_amax=min_amax,
-        codes=0 if decoded else out.data_ptr(),
-        values=0 if values is None else values.data_ptr(),
+        codes=None if decoded else out,
+        values=values,
         **formula._asdict(),
         **_grid(fmt),
         **_draws(noise, x, is_turned),
@@ -175,11 +176,11 @@ def rounded(
     multipliers = None if scale is None else blocks.ordered(scale, is_turned)
     out = blocks.one_an_element(torch.float32 if decoded else torch.uint8)
     blocks.run(
-        encode=factors.data_ptr(),
-        scale=0 if multipliers is None else multipliers.data_ptr(),
+        encode=factors,
+        scale=multipliers,
         is_scaled=multipliers is not None,
-        codes=0 if decoded else out.data_ptr(),
-        values=out.data_ptr() if decoded else 0,
+        codes=None if decoded else out,
+        values=out if decoded else None,
         **_grid(fmt),
         **_draws(noise, x, is_turned),
     )
@@ -195,9 +196,9 @@ def times_rows_and_columns(x: Tensor, rows: Tensor, columns: Tensor) -> None:
         loop,
         len(x),
         _num_parts(x),
-        x=x.data_ptr(),
-        row_factors=factors[0].data_ptr(),
-        column_factors=factors[1].data_ptr(),
+        x=x,
+        row_factors=factors[0],
+        column_factors=factors[1],
         rows=x.shape[0],
         columns=x.shape[1],
     )
@@ -215,8 +216,8 @@ def hadamard(x: Tensor) -> Tensor:
         loop,
         rows // 16 if is_turned else rows,
         _num_parts(x),
-        x=memory.data_ptr(),
-        out=out.data_ptr(),
+        x=memory,
+        out=out,
         rows=rows,
         columns=columns,
     )
@@ -234,9 +235,9 @@ def decoded(codes: Tensor, table: Tensor) -> Tensor:
         decode,
         rows,
         _num_parts(codes),
-        codes=memory.data_ptr(),
-        table=table.data_ptr(),
-        out=out.data_ptr(),
+        codes=memory,
+        table=table,
+        out=out,
         rows=rows,
         columns=columns,
     )
@@ -279,7 +280,7 @@ class _Blocks:
         _run(
             quantize,
             -(-rows // at_once),
-            x=self.memory.data_ptr(),
+            x=self.memory,
             rows=rows,
             columns=columns,
             block_rows=self.block[0],
@@ -340,16 +341,18 @@ def _run_over(loop: Any, count: int, parts: int, **numbers: Any) -> None:
 
 
 def _run(loop: Any, parts: int, **numbers: Any) -> None:
-    """Every part of a loop, on the threads on which torch runs its own.
+    """Every part of a loop of numbers and tensors, on the threads on which torch runs its own.
 
     Threads of our own would compete with torch's, which wait for work in a busy loop.
     """
     import numpy as np
 
+    if any(isinstance(number, Tensor) and is_fake(number) for number in numbers.values()):
+        return
     record = np.zeros(1, loop.record)
     record["parts"] = parts
     for name, number in numbers.items():
-        record[name] = number
+        record[name] = number.data_ptr() if isinstance(number, Tensor) else number or 0
     team = _team()
     threads = min(torch.get_num_threads(), parts)
     if threads == 1 or team is None:

@@ -116,6 +116,8 @@ class _Watch(TorchDispatchMode):
     """Shows what goes into and comes out of every operation."""
 
     supports_higher_order_operators = True
+    # compiled loops may run: what they write to is allocated by torch
+    sees_memory_only = True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -9,7 +9,10 @@ from types import FrameType
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 
 
 def is_autocast_on(x: Tensor) -> bool:
@@ -64,3 +67,27 @@ def is_called_by_compiled_code() -> bool:
 def _is_of_graph(frame: FrameType) -> bool:
     # by its name: to look at the locals of other code would keep them alive
     return frame.f_code.co_filename.startswith("<eval_with_key>")
+
+
+def is_watched() -> bool:
+    """Whether a mode sees torch's operations, and more of them than the memory that they take.
+
+    What goes past torch is hidden from such a one: a tracer would leave it out.
+    """
+    if not torch._C._len_torch_dispatch_stack():
+        return False
+    modes = _get_current_dispatch_mode_stack()
+    return not all(
+        getattr(mode, "sees_memory_only", _is_of(mode, "FakeTensorMode")) for mode in modes
+    )
+
+
+def is_fake(x: Tensor) -> bool:
+    """Whether x says that it is in memory and has no numbers there: a fake tensor of torch."""
+    return _is_of(x, "FakeTensor")
+
+
+def _is_of(x: object, name: str) -> bool:
+    # who has made one has loaded this, which takes seconds
+    fakes = sys.modules.get("torch._subclasses.fake_tensor")
+    return fakes is not None and isinstance(x, getattr(fakes, name))

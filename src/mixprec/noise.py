@@ -11,14 +11,13 @@ Sources: the 32-bit mixer "lowbias32" and SplitMix64, both in the public domain.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from mixprec.modes import is_fake, is_watched
 
 
 def signed(value: int, bits: int) -> int:
@@ -29,7 +28,6 @@ def signed(value: int, bits: int) -> int:
 
 _CACHED_BY_A_CORE = 1 << 17
 _ALL_64 = (1 << 64) - 1
-_most_pieces: ContextVar[int | None] = ContextVar("most_pieces", default=None)
 
 
 def cached_elements() -> int:
@@ -37,19 +35,13 @@ def cached_elements() -> int:
     return _CACHED_BY_A_CORE * torch.get_num_threads()
 
 
-def piece_starts(length: int, step: int) -> range:
-    """Where the pieces of an axis start, each so many of its elements long."""
-    return range(0, length, step)[: _most_pieces.get()]
+def piece_starts(x: Tensor, axis: int, step: int) -> range:
+    """Where the pieces of an axis start, each so many elements long.
 
-
-@contextmanager
-def first_pieces_only() -> Iterator[None]:
-    """A stretch in which one piece stands for all: for tensors without numbers."""
-    token = _most_pieces.set(1)
-    try:
-        yield
-    finally:
-        _most_pieces.reset(token)
+    Of a tensor without numbers the first stands for all, which need as much memory.
+    """
+    starts = range(0, x.shape[axis], step)
+    return starts[:1] if is_fake(x) and not is_watched() else starts
 
 
 def _splitmix(z: int | Tensor) -> Any:
@@ -130,7 +122,7 @@ class Noise:
         length, starts = len(outer), range(min(1, len(outer)))
         if draws.device.type == "cpu" and not torch.compiler.is_compiling():
             length = max(1, cached_elements() // max(1, len(inner)))
-            starts = piece_starts(len(outer), length)
+            starts = piece_starts(draws, 0, length)
         spare = torch.empty_like(draws[:length])
         for start in starts:
             part, first = draws[start : start + length], outer[start : start + length, None]

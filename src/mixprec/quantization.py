@@ -287,7 +287,7 @@ def _scaled_codes(
             return _values_of_piece(x, spec, encode, noise, None)
         return _codes_of_piece(x, spec, encode, amax, noise, is_clean=is_clean)
     codes = torch.empty_like(x, dtype=torch.float32 if decoded else code_dtype(spec.format))
-    for start in piece_starts(x.shape[axis], step):
+    for start in piece_starts(x, axis, step):
         length = min(step, x.shape[axis] - start)
         factors = encode if size == -1 else encode.narrow(axis, start // size, -(-length // size))
         own = noise and noise.at(start, axis, x.shape[1])

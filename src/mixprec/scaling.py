@@ -63,7 +63,7 @@ def block_amax(x: Tensor, block: Block) -> Tensor:
     rows_at_once = pieces(x, free)
     if rows_at_once is not None:
         found = x.new_empty((num_blocks(rows, free), num_blocks(columns, contraction)))
-        for start in piece_starts(x.shape[0], rows_at_once):
+        for start in piece_starts(x, 0, rows_at_once):
             part = block_amax(x[start : start + rows_at_once], block)
             found[start // free :][: len(part)] = part
         return found

@@ -1,9 +1,9 @@
 """Tensors that stand for a target's own: shapes and types, and bytes that are not there.
 
-A GPU's are on torch's meta device. A CPU looks at values, and works in pieces that stay in its
-cache: its own are torch's fake tensors, which say that they are there, so that code takes the
-passes that it takes on a CPU. A value that is asked for is 1, and tensors that are compared are
-equal: as of healthy numbers.
+A GPU's are on torch's meta device. A CPU looks at values, and works in compiled loops or in pieces
+that stay in its cache: its own are torch's fake tensors, which say that they are there, so that
+code takes the passes that it takes on a CPU. A value that is asked for is 1, and tensors that are
+compared are equal: as of healthy numbers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mixprec.noise import first_pieces_only
 from mixprec.planning.batches import META
 
 CPU = torch.device("cpu")
@@ -37,7 +36,7 @@ def stand_ins(model: nn.Module, device: torch.device) -> Iterator[None]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     # some operands are tables of numbers
-    with FakeTensorMode(allow_non_fake_inputs=True), _Answers(), first_pieces_only():
+    with FakeTensorMode(allow_non_fake_inputs=True), _Answers():
         _put(model, device)
         yield
 
@@ -63,6 +62,9 @@ def _on(tensor: Tensor, device: torch.device) -> Tensor:
 
 class _Answers(TorchDispatchMode):
     """Answers what is asked of values that are not there."""
+
+    # compiled loops allocate what they write to, and write nothing there
+    sees_memory_only = True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
