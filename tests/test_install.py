@@ -55,6 +55,8 @@ for name in ("fp8_tensorwise", "fp8_delayed", "fp8_rowwise", "tf32"):
     layer(x).backward(g)
     for path, (_, operand) in layer.quantized_operands(x, g).items():
         codes[name + " " + path] = hashlib.sha256(operand.codes.numpy().tobytes()).hexdigest()
+large = mixprec.quantize(torch.randn(256, 256), mixprec.RECIPES["fp8_rowwise"].output.a)
+codes["large"] = hashlib.sha256(large.codes.numpy().tobytes()).hexdigest()
 values = torch.linspace(-1000, 1000, 4001)
 for name in mixprec.FORMATS:
     codes[name] = mixprec.round_to_format(values, name).double().sum().item()

@@ -13,9 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-import mixprec
 from mixprec import loops, scaling
 from mixprec.codes import decode
 from mixprec.formats import FORMATS
@@ -268,9 +266,12 @@ def parts(x: Tensor) -> list[QuantizedTensor]:
     ]
 
 
+@pytest.mark.parametrize("shape", [(320, 208), (1, 66560), (3, 22400)])
 @pytest.mark.parametrize("count", [2, 3])
-def test_any_number_of_threads(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    x = torch.randn(320, 208)
+def test_any_number_of_threads(
+    count: int, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.randn(shape)
     monkeypatch.setattr(loops, "SMALLEST", 1)
     alone = parts(x)
     with threads(count, monkeypatch):
@@ -291,74 +292,16 @@ def test_several_callers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_each_part_is_done_once(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    x, factors = torch.ones(500, 40), torch.full((500,), 2.0)
+    x, powers = torch.ones(500, 40), torch.arange(500).remainder(7).exp2()
     with threads(count, monkeypatch):
-        loops.times_rows_and_columns(x, factors[:, None], factors[None, :40])
-        assert torch.equal(x, torch.full((500, 40), 4.0))
+        loops.times_rows_and_columns(x, powers[:, None], powers[None, :40].square())
+        assert torch.equal(x, powers[:, None] * powers[None, :40].square())
 
 
 def test_work_left_undone_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loops, "_team", lambda: lambda *arguments: None)
     with threads(2, monkeypatch), pytest.raises(RuntimeError, match=r"0 of 4 parts were done"):
         loops.block_amax(torch.randn(320, 208), (1, 16))
-
-
-class Watching(TorchDispatchMode):
-    """Looks on, and does nothing."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
-
-
-def test_what_is_no_large_matrix_in_plain_memory_is_left_to_torch() -> None:
-    large = torch.zeros(1 << 8, 1 << 8)
-    assert loops.serves(large)
-    assert loops.serves(large.t())
-    refused = {
-        "small": large[:127],
-        "strided": torch.zeros(1 << 9, 1 << 9)[:, ::2],
-        "three axes": large.reshape(2, 1 << 7, 1 << 8),
-        "another type": torch.zeros(1 << 8, 1 << 8, dtype=torch.float64),
-        "no memory": large.to("meta"),
-        "a subclass": torch.nn.Parameter(large),
-        "negated by a bit": torch._neg_view(large),
-    }
-    assert [name for name, x in refused.items() if loops.serves(x)] == []
-    with Watching():
-        assert not loops.serves(large)
-    seen = []
-    torch.func.vmap(lambda x: seen.append(loops.serves(x)) or x)(large[None])
-    torch.func.grad(lambda x: seen.append(loops.serves(x.detach())) or x.sum())(large)
-    assert seen == [False, False]
-
-
-@pytest.fixture
-def forgotten() -> Iterator[None]:
-    """What was found out about numba is found out anew."""
-    loops._is_available.cache_clear()
-    yield
-    loops._is_available.cache_clear()
-
-
-@pytest.mark.usefixtures("forgotten")
-def test_without_numba_torch_does_it_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, spec = torch.randn(256, 256), RECIPES["mxfp8"].output.a
-    assert spec is not None
-    want = quantize(x, spec)
-    loops._is_available.cache_clear()
-    monkeypatch.setitem(sys.modules, "numba", None)
-    with pytest.warns(RuntimeWarning, match=r"numba cannot be imported.*pip install numba"):
-        assert not loops.serves(x)
-    assert quantize(x, spec).equal(want)
-
-
-@pytest.mark.usefixtures("forgotten")
-def test_loops_that_would_not_be_compiled_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    import numba
-
-    monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
-    with pytest.warns(RuntimeWarning, match="NUMBA_DISABLE_JIT is set"):
-        assert not loops.serves(torch.randn(256, 256))
 
 
 def test_an_operand_of_a_larger_one_checks_its_columns() -> None:

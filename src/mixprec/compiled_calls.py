@@ -7,8 +7,10 @@ call on two threads costs 5 us, where arrays and parts that pass through Python 
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,10 @@ from numba.extending import intrinsic
 
 Array = np.ndarray[Any, Any]
 _TAKEN, _DONE = 0, 1
-_COUNTS = ("taken", "done", "parts")
+# kept machine code belongs to the type of its record: that of another version of this file must not
+# be taken, since numba looks at the file of the loop itself only
+_VERSION = f"calls_{zlib.crc32(Path(__file__).read_bytes()):08x}"
+_COUNTS = ("taken", "done", "parts", _VERSION)
 
 part_of_loop = njit(error_model="numpy")
 """For what loops call."""

@@ -107,6 +107,7 @@ def _quantize_part(call: Any, part: int) -> None:
         if call.finds_amax:
             _find_amax(call, top, bottom)
         if call.largest > 0 or call.factor > 0:
+            # parts that share blocks all write the same numbers there
             _find_scales(call, top, multipliers)
         elif call.is_scaled:
             multipliers[:] = _of_blocks(call, call.scale, np.float32, top)

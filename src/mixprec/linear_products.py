@@ -225,7 +225,7 @@ class Plan:
             self.state.delayed[position],
             sharding=self.state.sharding,
             decoded=not is_kept and decodes_at_once(x, self.impl),
-            held=held,
+            held=held and decodes_at_once(x, self.impl),
         )
         if records:
             self._record(operand, position)

@@ -28,7 +28,11 @@ _PARTS_A_THREAD = 2
 
 
 class Quantized(NamedTuple):
-    """What ``quantized`` finds: of each block, and of each element codes, or values; and both."""
+    """What ``quantized`` finds of each block, and of each element.
+
+    codes: uint8; float32 values if these are asked for in their place.
+    held: float32 values beside the codes, if asked for.
+    """
 
     amax: Tensor
     encode: Tensor
@@ -81,20 +85,8 @@ def _is_available() -> bool:
 def block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
     """``scaling.block_amax`` of an x that ``serves``."""
     memory, is_turned = _in_order_of_memory(x)
-    amax = _block_amax(memory, _turned(block, is_turned))
+    amax = _Blocks(memory, _turned(block, is_turned)).amax()
     return amax.t() if is_turned else amax
-
-
-def _block_amax(memory: Tensor, block: tuple[int, int]) -> Tensor:
-    rows, parts = len(memory), _num_parts(memory)
-    if parts > 1 and block[0] in (-1, rows):
-        # each part finds its own, by bits, which have the order of magnitudes, NaN above all
-        found = _block_amax(memory, (-(-rows // parts), block[1]))
-        return found.view(torch.int32).amax(0, keepdim=True).view(torch.float32)
-    blocks = _Blocks(memory, block)
-    amax = blocks.one_each(torch.float32)
-    blocks.run(finds_amax=True, amax=amax)
-    return amax
 
 
 def quantized(
@@ -113,14 +105,13 @@ def quantized(
 
     Args:
         formula: As ``scale_rules`` has it of the format, with a floor ``min_amax`` under amax.
-        held: Values beside the codes.
+        decoded: float32 values in place of codes; ``held``: beside them.
         is_scaled: Whether values are times their scales.
     """
     memory, is_turned = _in_order_of_memory(x)
     blocks = _Blocks(memory, _turned(block, is_turned))
-    # the rows of a block are divided only once its amax is known
-    is_found_before = blocks.block[0] == len(memory) and _num_parts(memory) > 1
-    amax = _block_amax(memory, blocks.block) if is_found_before else blocks.one_each(torch.float32)
+    is_found_before = blocks.share_rows
+    amax = blocks.amax() if is_found_before else blocks.one_each(torch.float32)
     scale_type = torch.uint8 if isinstance(formula, PowerOfTwo) else torch.float32
     encode, scale = blocks.one_each(torch.float32), blocks.one_each(scale_type)
     out = blocks.one_an_element(torch.float32 if decoded else torch.uint8)
@@ -172,8 +163,8 @@ def rounded(
     """
     memory, is_turned = _in_order_of_memory(x)
     blocks = _Blocks(memory, _turned(block, is_turned))
-    factors = blocks.ordered(encode, is_turned)
-    multipliers = None if scale is None else blocks.ordered(scale, is_turned)
+    factors = blocks.in_order(encode, is_turned)
+    multipliers = None if scale is None else blocks.in_order(scale, is_turned)
     out = blocks.one_an_element(torch.float32 if decoded else torch.uint8)
     blocks.run(
         encode=factors,
@@ -191,14 +182,13 @@ def times_rows_and_columns(x: Tensor, rows: Tensor, columns: Tensor) -> None:
     """x times factors [rows, 1], then times factors [1, columns], in place, for a contiguous x."""
     from mixprec.compiled_transforms import times_rows_and_columns as loop
 
-    factors = rows.contiguous(), columns.contiguous()
     _run_over(
         loop,
         len(x),
         _num_parts(x),
         x=x,
-        row_factors=factors[0],
-        column_factors=factors[1],
+        row_factors=rows.contiguous(),
+        column_factors=columns.contiguous(),
         rows=x.shape[0],
         columns=x.shape[1],
     )
@@ -259,15 +249,34 @@ class _Blocks:
 
     def one_each(self, dtype: torch.dtype) -> Tensor:
         """Room for one number a block."""
-        return torch.empty(self.shape, dtype=dtype)
+        return self.memory.new_empty(self.shape, dtype=dtype)
 
-    def ordered(self, per_block: Tensor, is_turned: bool) -> Tensor:
+    def in_order(self, per_block: Tensor, is_turned: bool) -> Tensor:
         """Numbers of the blocks of x in the order of memory."""
-        return (per_block.t() if is_turned else per_block).contiguous()
+        found = (per_block.t() if is_turned else per_block).contiguous()
+        assert (found.shape, found.dtype) == (self.shape, torch.float32)
+        return found
 
     def one_an_element(self, dtype: torch.dtype) -> Tensor:
         """Room for one number an element."""
         return torch.empty_like(self.memory, dtype=dtype)
+
+    @property
+    def share_rows(self) -> bool:
+        """Whether each block has all rows, so that parts of it fall to several threads."""
+        rows = len(self.memory)
+        return self.block[0] == rows > 1 and _num_parts(self.memory) > 1
+
+    def amax(self) -> Tensor:
+        """The largest magnitude of each block."""
+        if self.share_rows:
+            # each part finds its own, by bits, which have the order of magnitudes, NaN above all
+            at_once = -(-len(self.memory) // _num_parts(self.memory))
+            found = _Blocks(self.memory, (at_once, self.block[1])).amax()
+            return found.view(torch.int32).amax(0, keepdim=True).view(torch.float32)
+        amax = self.one_each(torch.float32)
+        self.run(finds_amax=True, amax=amax)
+        return amax
 
     def run(self, *, finds_amax: bool = False, **numbers: Any) -> None:
         """The loop over them, divided by rows, to find amaxes by rows of whole blocks."""
@@ -323,8 +332,8 @@ def _draws(noise: Noise | None, x: Tensor, is_turned: bool) -> dict[str, Any]:
         "first": int(noise.row) * columns + int(noise.column),
         "row_step": row_step,
         "column_step": column_step,
-        "low_key": low_key,
-        "high_key": high_key,
+        "low_key": int(low_key),
+        "high_key": int(high_key),
     }
 
 
@@ -352,7 +361,12 @@ def _run(loop: Any, parts: int, **numbers: Any) -> None:
     record = np.zeros(1, loop.record)
     record["parts"] = parts
     for name, number in numbers.items():
-        record[name] = number.data_ptr() if isinstance(number, Tensor) else number or 0
+        if isinstance(number, Tensor):
+            assert number.is_cpu
+            assert number.is_contiguous()
+            record[name] = number.data_ptr()
+        else:
+            record[name] = number or 0
     team = _team()
     threads = min(torch.get_num_threads(), parts)
     if threads == 1 or team is None:

@@ -27,7 +27,7 @@ def without_modes() -> contextlib.AbstractContextManager[None]:
 
 
 def on_numbers() -> contextlib.AbstractContextManager[object]:
-    """A stretch in which no mode sees operations: tensors that are made there can be kept."""
+    """A stretch in which no dispatch mode sees operations: tensors made there can be kept."""
     return _disable_current_modes()
 
 
@@ -90,4 +90,5 @@ def is_fake(x: Tensor) -> bool:
 def _is_of(x: object, name: str) -> bool:
     # who has made one has loaded this, which takes seconds
     fakes = sys.modules.get("torch._subclasses.fake_tensor")
-    return fakes is not None and isinstance(x, getattr(fakes, name))
+    # another thread may be importing it
+    return fakes is not None and isinstance(x, getattr(fakes, name, ()))

@@ -310,7 +310,7 @@ def is_scaled_before_sum(spec: QuantSpec, slabs: int) -> bool:
     second one of the whole tensor.
     """
     rule = SCALE_RULES[spec.scale_rule]
-    return rule.is_exact and (slabs > 1 or rule.formula is None)
+    return rule.is_exact and (slabs > 1 or rule.has_tensor_scale)
 
 
 def _same_bits(a: Tensor | None, b: Tensor | None) -> bool:

@@ -216,6 +216,11 @@ class ScaleRule(NamedTuple):
     mantissa: int = 0
     amax_dtype: torch.dtype | None = None
 
+    @property
+    def has_tensor_scale(self) -> bool:
+        """Whether a second factor belongs to the whole tensor, so that there is no formula."""
+        return self.formula is None
+
 
 def _as_kept(scale: Tensor) -> Tensor:
     return scale

@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from ranks import Outcome, run_on_ranks
-from torch import Tensor, nn
+from torch import nn
 
 import mixprec
 from distributed.small_runs import Net, data, weight_operands
 from mixprec.optim import ExponentialMovingAverage
+from mixprec.train.parallel import whole
 
 pytestmark = [
     pytest.mark.slow,
@@ -22,10 +23,6 @@ pytestmark = [
 # the first two gather codes
 RECIPES = ("fp8_delayed", "fp8_rowwise", "nvfp4")
 ROWS = 64
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return getattr(tensor, "full_tensor", lambda: tensor)()
 
 
 def trained(net: nn.Module, rank: int, size: int) -> Outcome:

@@ -127,7 +127,8 @@ def with_cut_blocks(rank: int) -> Outcome:
 
 
 def skipping(rank: int) -> Outcome:
-    return of_each(KINDS, SKIPPED)
+    # slices of three ranks cut blocks, which fp16 has not
+    return of_each(KINDS if dist.get_world_size() == 2 else ("fp16",), SKIPPED)
 
 
 def going_back(rank: int) -> Outcome:
@@ -212,7 +213,7 @@ JOBS = {
         accumulating,
         figures,
     ),
-    3: (with_whole_blocks, with_cut_blocks, stopping),
+    3: (with_whole_blocks, with_cut_blocks, skipping, stopping),
 }
 
 
@@ -281,12 +282,12 @@ def test_steps_are_near_where_slices_cut_blocks_or_are_empty(
         require_steps_of_one_process(mine, CUT_BLOCKS.trainer(recipe), 1e-2)
 
 
-@pytest.mark.parametrize("recipe", KINDS)
+@pytest.mark.parametrize(("size", "recipe"), [*((2, recipe) for recipe in KINDS), (3, "fp16")])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_skipped_steps_and_those_after_them_are_those_of_one_process(
-    found_of: Callable[..., Outcome], strategy: Strategy, recipe: str
+    found_of: Callable[..., Outcome], strategy: Strategy, size: int, recipe: str
 ) -> None:
-    mine = found_of(2, skipping, f"{strategy} {recipe}")
+    mine = found_of(size, skipping, f"{strategy} {recipe}")
     before, *after = (mine["states"][step] for step in (1, 2, 3))
     for kind in ("model", "numerics", "optimizer"):
         expected = dict(leaves(before[kind]))

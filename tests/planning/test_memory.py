@@ -14,7 +14,7 @@ from mixprec.bench.presets import EAGER, workload_of
 from mixprec.formats import get_format
 from mixprec.planning import plan
 from mixprec.planning.batches import META, row_of
-from mixprec.planning.memory import Memory
+from mixprec.planning.memory import Memory, _between
 from mixprec.planning.records import MemoryPlan
 from mixprec.planning.rehearsal import Step
 from mixprec.planning.repeats import find_repeats
@@ -229,6 +229,15 @@ def test_the_largest_batch_fits_and_one_more_does_not() -> None:
         largest = made.largest_batch(limit, rows=2)
         assert largest > 2
         assert made.peak(largest) <= limit < made.peak(largest + 1)
+
+
+@pytest.mark.parametrize("limit", [150, 420, 555, 1099])
+def test_the_largest_batch_is_found_where_peaks_flatten(limit: int) -> None:
+    def peaks(batch: int) -> dict[str, float]:
+        return {"forward": 100.0 * batch if batch < 5 else 500.0 + batch - 5}
+
+    largest = _between(1, 700, limit, peaks)
+    assert peaks(largest)["forward"] <= limit < peaks(largest + 1)["forward"]
 
 
 def test_where_no_row_fits_the_largest_batch_is_none() -> None:

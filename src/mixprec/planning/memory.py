@@ -1,6 +1,7 @@
 """The memory of a step at any batch on any number of GPUs, from a few rehearsals.
 
-Figures are linear in the number of repeated blocks, and at each instant of a step in the batch:
+Figures are linear in the number of repeated blocks, and at each instant of a step in the batch (but
+where a CPU takes other passes over larger tensors):
 
     bytes(counts) = bytes(two of each) + sum over runs of (count - 2) * (bytes(three) - bytes(two))
 
@@ -119,12 +120,16 @@ def _crossing(
 def _between(fits: int, exceeds: int, memory: int, peaks: Callable[[int], dict[str, float]]) -> int:
     """The last batch that fits, between one that does and one that does not.
 
-    Peaks are convex in the batch, so that the straight line between two batches is never too low.
+    Peaks are convex in the batch, so that the straight line between two batches is never too low;
+    but for a CPU's, which takes other passes over larger tensors.
     """
     while exceeds - fits > 1:
         guess = _crossing(peaks(fits), peaks(exceeds), (fits, exceeds), memory)
         guess = min(max(guess, fits), exceeds - 2)
-        if max(peaks(guess + 1).values()) > memory:
-            return guess if max(peaks(guess).values()) <= memory else fits
-        fits = guess + 1
+        if max(peaks(guess + 1).values()) <= memory:
+            fits = guess + 1
+        elif max(peaks(guess).values()) <= memory:
+            return guess
+        else:
+            exceeds = guess
     return fits

@@ -237,7 +237,6 @@ class _Part:
             optimizer=self._config.optimizer,
             row=row_of(self._config),
             accumulates=self._config.train.accumulate > 1,
-            is_gpu=is_gpu,
             device=META if is_gpu else CPU,
         )
         return step, report
@@ -258,7 +257,6 @@ class _Part:
             self._target,
             torch_version=self._version,
             impl=self._config.convert.impl,
-            features=self._target.features,
         )
 
     def _roofline(self, layers: Sequence[LayerPlan], update_bytes: float) -> Roofline | None:

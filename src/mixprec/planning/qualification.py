@@ -76,7 +76,6 @@ def layer_plans(
     *,
     torch_version: str,
     impl: str,
-    features: Mapping[str, bool],
 ) -> tuple[LayerPlan, ...]:
     """What becomes of each module of the conversion's report.
 
@@ -87,7 +86,6 @@ def layer_plans(
         target: Where it would run.
         torch_version: The release that would run it.
         impl: What the configuration asks for.
-        features: Of a CPU.
     """
     answers: dict[Recipe, dict[str, str | None]] = {}
     found = []
@@ -99,7 +97,11 @@ def layer_plans(
         recipe = module.recipe
         if recipe not in answers:
             answers[recipe] = why_not_native(
-                recipe, target.capability, torch_version, vendor=target.vendor, features=features
+                recipe,
+                target.capability,
+                torch_version,
+                vendor=target.vendor,
+                features=target.features,
             )
             if impl == EMULATED:
                 answers[recipe] = dict.fromkeys(PRODUCTS, "convert.impl = 'emulated' asks for it")

@@ -44,8 +44,7 @@ class Step:
         optimizer: Which, and its options.
         row: What a row of a batch is.
         accumulates: Whether gradients of several batches are summed, so that some exist in forward.
-        is_gpu: Whether it would run on a GPU.
-        device: Where the tensors say they are that stand for the target's.
+        device: Where the tensors say they are that stand for the target's: meta for a GPU's.
     """
 
     model: nn.Module
@@ -54,7 +53,6 @@ class Step:
     optimizer: OptimizerConfig
     row: Row
     accumulates: bool = False
-    is_gpu: bool = False
     device: torch.device = META
 
 
@@ -126,7 +124,7 @@ def rehearse(step: Step, rows: int, runs: Sequence[Sequence[nn.Module]] = ()) ->
 
 def _optimizer(step: Step) -> Optimizer:
     config, options = step.optimizer, step.optimizer.options
-    if step.is_gpu and not options.keys() & {"foreach", "fused"}:
+    if step.device == META and not options.keys() & {"foreach", "fused"}:
         # torch's choice there, whose temporaries are as large as all parameters
         config = replace(config, options={"foreach": True, **options})
     made = optimizers.make(config, step.model.named_parameters())

@@ -119,7 +119,8 @@ def run(
 
 
 _OUTCOMES: dict[type[Exception], str] = {
-    **{NonFiniteError: "nonfinite", Preempted: "preempted"},
+    NonFiniteError: "nonfinite",
+    Preempted: "preempted",
     **dict.fromkeys(WRONG_INPUT, "wrong input"),
 }
 

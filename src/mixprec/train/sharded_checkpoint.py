@@ -98,7 +98,8 @@ def _read(
     if not ranks.is_first:
         try:
             trees.append(checkpoint.load(path, is_verified=True))
-        except CheckpointError as caught:
+        except (CheckpointError, RuntimeError, MemoryError) as caught:
+            # whatever it is, the others wait for a word of it
             error = f"rank {ranks.rank} cannot read it ({caught})"
     # nobody goes on, and drops it, before all have read it
     if (error := ranks.first_of(error)) is not None:
