@@ -331,9 +331,3 @@ def test_memory_of_an_operand_can_still_be_let_go(spec: QuantSpec) -> None:
     quantize(x, spec, noise=Noise(seed=0), decoded=True)
     x.untyped_storage().resize_(0)
     assert x.untyped_storage().nbytes() == 0
-
-
-def test_converting_a_small_model_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loops, "_is_available", lambda: pytest.fail("asked for numba"))
-    for recipe in RECIPES:
-        mixprec.convert(torch.nn.Linear(8, 8), recipe)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import mixprec
 from mixprec import loops
 from mixprec.quantization import quantize
 from mixprec.recipes import RECIPES
@@ -77,3 +78,9 @@ def test_loops_that_would_not_be_compiled_are_not_taken(monkeypatch: pytest.Monk
     monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
     with pytest.warns(RuntimeWarning, match="NUMBA_DISABLE_JIT is set"):
         assert not loops.serves(torch.randn(256, 256))
+
+
+def test_converting_a_small_model_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loops, "_is_available", lambda: pytest.fail("asked for numba"))
+    for recipe in RECIPES:
+        mixprec.convert(torch.nn.Linear(8, 8), recipe)
