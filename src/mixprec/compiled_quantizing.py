@@ -115,7 +115,8 @@ def _quantize_part(call: Any, part: int) -> None:
             _repeat(
                 _of_blocks(call, call.encode, np.float32, top), call.block_columns, spare.factors
             )
-            _repeat(multipliers, call.block_columns, spare.scales)
+            if call.is_scaled:
+                _repeat(multipliers, call.block_columns, spare.scales)
             _round_rows(call, top, bottom, spare)
         top = bottom
 

@@ -15,7 +15,7 @@ from mixprec.compiled_calls import Array, array_at, loop, part_of_loop, parts_of
 
 _FLIPPED = (3, 5, 6, 7, 8, 9, 10, 12, 14, 15)
 _MATRICES = record_of(("x", "out", "rows", "columns", "at_once"))
-_CODES = record_of(("codes", "table", "out", "rows", "columns", "at_once"))
+_CODES = record_of(("x", "table", "out", "rows", "columns", "at_once"))
 _FACTORS = record_of(("x", "row_factors", "column_factors", "rows", "columns", "at_once"))
 
 
@@ -112,7 +112,7 @@ def times_rows_and_columns(pointer: Any) -> None:
 def decode(pointer: Any) -> None:
     """The entry of a table, float32 [256], for each code, uint8; a part is ``at_once`` rows."""
     call = carray(pointer, 1)[0]
-    codes = array_at(call.codes, np.uint8, (call.rows, call.columns))
+    codes = array_at(call.x, np.uint8, (call.rows, call.columns))
     out = array_at(call.out, np.float32, (call.rows, call.columns))
     table = array_at(call.table, np.float32, (256,))
     for part in parts_of(pointer, call.parts):

@@ -163,7 +163,7 @@ def recipe_errors_of_run(
             _load_model(trainer.model, whole["model"], checkpoint_path)
             step = min(state["position"]["step"], trainer.total - 1)
         inputs, targets = trainer.batches(step)[0]
-        torch.manual_seed(stream_seed("step", config.train.seed, step))
+        checkpoint.seed_step(stream_seed("step", config.train.seed, step), trainer.device)
         return recipe_errors(
             trainer.model,
             inputs,

@@ -216,7 +216,7 @@ class Plan:
 
         held: Whether it is multiplied now too, so that values are of use beside the codes.
         """
-        spec = self.specs[position]
+        spec, takes_values = self.specs[position], decodes_at_once(x, self.impl)
         operand = quantize_operand(
             x.to(self.dtype) if spec is None else x,
             spec,
@@ -224,8 +224,8 @@ class Plan:
             self.noise,
             self.state.delayed[position],
             sharding=self.state.sharding,
-            decoded=not is_kept and decodes_at_once(x, self.impl),
-            held=held and decodes_at_once(x, self.impl),
+            decoded=takes_values and not is_kept,
+            held=takes_values and held,
         )
         if records:
             self._record(operand, position)

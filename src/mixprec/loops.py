@@ -182,16 +182,8 @@ def times_rows_and_columns(x: Tensor, rows: Tensor, columns: Tensor) -> None:
     """x times factors [rows, 1], then times factors [1, columns], in place, for a contiguous x."""
     from mixprec.compiled_transforms import times_rows_and_columns as loop
 
-    _run_over(
-        loop,
-        len(x),
-        _num_parts(x),
-        x=x,
-        row_factors=rows.contiguous(),
-        column_factors=columns.contiguous(),
-        rows=x.shape[0],
-        columns=x.shape[1],
-    )
+    factors = {"row_factors": rows.contiguous(), "column_factors": columns.contiguous()}
+    _run_over(loop, len(x), x, **factors)
 
 
 def hadamard(x: Tensor) -> Tensor:
@@ -200,18 +192,11 @@ def hadamard(x: Tensor) -> Tensor:
 
     memory, is_turned = _in_order_of_memory(x)
     out = torch.empty_like(memory)
-    loop = hadamard_of_columns if is_turned else hadamard_of_rows
-    rows, columns = memory.shape
-    _run_over(
-        loop,
-        rows // 16 if is_turned else rows,
-        _num_parts(x),
-        x=memory,
-        out=out,
-        rows=rows,
-        columns=columns,
-    )
-    return out.t() if is_turned else out
+    if is_turned:
+        _run_over(hadamard_of_columns, len(memory) // 16, memory, out=out)
+        return out.t()
+    _run_over(hadamard_of_rows, len(memory), memory, out=out)
+    return out
 
 
 def decoded(codes: Tensor, table: Tensor) -> Tensor:
@@ -220,17 +205,7 @@ def decoded(codes: Tensor, table: Tensor) -> Tensor:
 
     memory, is_turned = _in_order_of_memory(codes)
     out = torch.empty_like(memory, dtype=torch.float32)
-    rows, columns = memory.shape
-    _run_over(
-        decode,
-        rows,
-        _num_parts(codes),
-        codes=memory,
-        table=table,
-        out=out,
-        rows=rows,
-        columns=columns,
-    )
+    _run_over(decode, len(memory), memory, table=table, out=out)
     return out.t() if is_turned else out
 
 
@@ -343,10 +318,12 @@ def _num_parts(x: Tensor) -> int:
     return threads * _PARTS_A_THREAD if threads > 1 else 1
 
 
-def _run_over(loop: Any, count: int, parts: int, **numbers: Any) -> None:
-    """A loop over so many rows, divided into parts."""
-    at_once = -(-count // parts)
-    _run(loop, -(-count // at_once), at_once=at_once, **numbers)
+def _run_over(loop: Any, count: int, x: Tensor, **numbers: Any) -> None:
+    """A loop over so many rows, or groups of them, of a contiguous x, divided into parts."""
+    rows, columns = x.shape
+    at_once = -(-count // _num_parts(x))
+    parts = -(-count // at_once)
+    _run(loop, parts, x=x, rows=rows, columns=columns, at_once=at_once, **numbers)
 
 
 def _run(loop: Any, parts: int, **numbers: Any) -> None:

@@ -90,10 +90,6 @@ def _e8m0_encode(code: Tensor) -> Tensor:
     return bits.masked_fill(code == _E8M0_NAN, _NAN_BITS).view(torch.float32)
 
 
-def _bits(x: Tensor) -> Tensor:
-    return x.to(torch.float32).view(torch.int32)
-
-
 class PowerOfTwo(NamedTuple):
     """An e8m0 code from the bits of a float32: (bits(amax * factor) + addend >> 23) - shift.
 

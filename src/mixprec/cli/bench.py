@@ -17,8 +17,8 @@ from mixprec.cli.output import (
     print_table,
     written_page,
 )
+from mixprec.train.faults import EXIT_CODES
 
-ERROR = 1
 GIGABYTE = 1e9
 CASE = "recipe mode batch"
 PROCESS_PEAK = "process_peak_bytes"
@@ -189,7 +189,7 @@ def _finish(
         for line in [*result["notes"], *files]:
             console().print(line, soft_wrap=True)
     if not result["rows"]:
-        raise typer.Exit(ERROR)
+        raise typer.Exit(EXIT_CODES["error"])
 
 
 def _written(

@@ -49,7 +49,8 @@ def _step(trainer: Trainer, batches: list[Batch]) -> list[Tensor]:
     """The step's gradients, or the losses that are not finite."""
     scale = trainer.loss_scale or 1.0
     rows = sum(len(targets) for _, targets in batches)
-    torch.manual_seed(stream_seed("step", trainer.config.train.seed, trainer.done))
+    seed = stream_seed("step", trainer.config.train.seed, trainer.done)
+    checkpoint.seed_step(seed, trainer.device)
     bad = []
     for inputs, targets in batches:
         loss = _loss(trainer, inputs, targets) * (len(targets) / rows)
