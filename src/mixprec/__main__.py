@@ -1,5 +1,5 @@
 """`python -m mixprec`: the command line, for launchers that start modules (torchrun -m mixprec)."""
 
-from mixprec.cli.main import main
+from mixprec.cli.main import program
 
-main()
+program()

@@ -6,6 +6,8 @@ with a checkpoint saved.
 
 from __future__ import annotations
 
+import atexit
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -77,7 +79,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: Words of the command line; those of the process where None.
     """
-    options = {"debug": False}
+    _run(arguments, {"debug": False})
+
+
+def program() -> None:
+    """`main` as a process of its own, whose exit code stands on several ranks too.
+
+    A thread of gloo that lets go of a tensor while the interpreter takes itself apart ends the
+    process by SIGABRT (pytorch issue 190489), and torch has nothing that waits for such a thread:
+    `destroy_process_group` does not. So a rank leaves that part of Python's end out.
+    """
+    options = {"debug": False, "is_rank": False}
+    try:
+        _run(None, options)
+    except SystemExit as ended:
+        if not options["is_rank"] or isinstance(ended.code, str):
+            raise
+        atexit._run_exitfuncs()
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            stream.flush()
+        os._exit(ended.code or 0)
+
+
+def _run(arguments: Sequence[str] | None, options: dict[str, bool]) -> None:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _print_warning
@@ -98,4 +122,4 @@ def _print_warning(message: Warning | str, *_: Any, **__: Any) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    program()

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 
 def train(
+    context: typer.Context,
     config: Annotated[Path, typer.Argument(help="A TOML file.", metavar="CONFIG")],
     settings: Settings = None,
     out: Annotated[
@@ -54,10 +55,11 @@ def train(
     from rich.console import Console
 
     from mixprec.train.config import load
-    from mixprec.train.distributed import is_first_process
+    from mixprec.train.distributed import has_other_ranks, is_first_process
     from mixprec.train.faults import EXIT_CODES, NonFiniteError
     from mixprec.train.loop import Preempted, run
 
+    context.obj["is_rank"] = has_other_ranks()
     console = Console(stderr=as_json)
     shortcuts = [
         *([f"train.device={device}"] if device is not None else []),

@@ -187,6 +187,11 @@ def is_first_process() -> bool:
     return _environment()[1] == 0
 
 
+def has_other_ranks() -> bool:
+    """Whether this process is one of several ranks, in a group or by its environment."""
+    return _environment()[0] > 1
+
+
 def _environment() -> tuple[int, int, int, int]:
     """Ranks in all, this one, its place on its machine, and ranks there."""
     if dist.is_available() and dist.is_initialized():
