@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import gc
 import random
+import sys
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 
 # The same examples in every run, and no deadline: two busy cores make any one of them slow.
-settings.register_profile("mixprec", derandomize=True, deadline=None, print_blob=True)
+settings.register_profile(
+    "mixprec",
+    derandomize=True,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("mixprec")
+# numbers in the source are examples too, those of modules imported by then: by the tests before
+providers._get_local_constants = lambda: providers._local_constants
 # the CPU's generator alone where there is no other: torch keeps the stack of each call for them
 _seed = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
 
@@ -25,6 +35,13 @@ def pytest_collection_finish() -> None:
     # what collecting made stays; every later collection of garbage would walk over it
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _nothing_compiled() -> None:
+    # compiled code is kept by function, a few of them each: those of another file would count
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
 
 
 @pytest.fixture(autouse=True)

@@ -111,7 +111,8 @@ WAITS = """
 import signal, sys, time
 signal.signal(getattr(signal, sys.argv[2]), lambda *_: sys.exit(9))
 open(sys.argv[1], "w").close()
-time.sleep(30)
+# not a pause, which a signal just before it would leave without an end
+time.sleep(600)
 """
 LAUNCHES = """
 import sys
@@ -147,7 +148,7 @@ def test_interrupt_from_the_terminal_leaves_the_exit_code_to_the_command(tmp_pat
     while not ready.exists():
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGINT)
-    assert process.wait(timeout=20) == 9
+    assert process.wait() == 9
 
 
 def test_run_outside_the_main_thread() -> None:

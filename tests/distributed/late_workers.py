@@ -15,8 +15,15 @@ start_group = dist.init_process_group
 
 
 def workers() -> list[int]:
-    tasks = Path("/proc/self/task").iterdir()
-    return [int(each.name) for each in tasks if "gloo_runloop" in (each / "comm").read_text()]
+    return [int(each.name) for each in Path("/proc/self/task").iterdir() if is_worker(each)]
+
+
+def is_worker(task: Path) -> bool:
+    try:
+        return "gloo_runloop" in (task / "comm").read_text()
+    except OSError:
+        # it has ended meanwhile
+        return False
 
 
 def start_group_of_late_workers(*args: Any, **options: Any) -> None:

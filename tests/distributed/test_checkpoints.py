@@ -168,7 +168,9 @@ def torchrun(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
         "[data]\nbatch_size = 3\n[data.options]\nmax_bytes = 500\n"
         '[train]\ndevice = "cpu"\nlog_every = 1\n[distributed]\nstrategy = "fsdp"\n'
     )
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    # a port that is free, where the default one may be taken, and no name to be looked up
+    place = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
+    launch = [sys.executable, "-m", "torch.distributed.run", *place]
     return subprocess.run(
         [*launch, *words], cwd=folder, capture_output=True, text=True, check=False
     )

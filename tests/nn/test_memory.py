@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from live_tensors import live_tensors, new_tensors
 from torch import Tensor, nn
 
 import mixprec
@@ -31,22 +32,11 @@ def batch(index: int, width: int = 16) -> Tensor:
     return torch.randn(8, width, generator=torch.Generator().manual_seed(index))
 
 
-def live_tensors() -> list[Tensor]:
-    gc.collect()
-    return [entry for entry in gc.get_objects() if issubclass(type(entry), Tensor)]
-
-
-def new_tensors(before: list[weakref.ref[Tensor]]) -> int:
-    """How many there are beside those that other tests left behind and may free meanwhile."""
-    old = {id(tensor) for ref in before if (tensor := ref()) is not None}
-    return sum(id(tensor) not in old for tensor in live_tensors())
-
-
 def test_training_leaks_no_tensors_even_when_forward_raises() -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     mixprec.attach(model, optimizer)
-    counts, before = {}, [weakref.ref(tensor) for tensor in live_tensors()]
+    counts, before = {}, live_tensors()
     for step in range(1, 201):
         if step % 10 == 0:
             with pytest.raises(ValueError, match=r"x: got shape \(8, 15\)"):

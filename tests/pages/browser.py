@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any, Self
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-SECONDS = 60
-# plots are drawn anew a moment after a change of the window
-_DRAWN = """new Promise(done => setTimeout(
-  () => requestAnimationFrame(() => setTimeout(done, 0)), 200))"""
+SECONDS = 600
+# a page is told of a change of the window before its next frame, and plots are drawn anew a tenth
+# of a second later: of timers the one that is due first runs first, however late
+_DRAWN = """new Promise(done => requestAnimationFrame(() => setTimeout(
+  () => requestAnimationFrame(() => setTimeout(done, 0)), 200)))"""
 
 
 def executable() -> str | None:
@@ -120,6 +121,14 @@ class Browser:
         )
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
+
+    def until(self, expression: str) -> Any:
+        """The value of an expression as soon as it is one that counts as true."""
+        until = time.monotonic() + SECONDS
+        while not (value := self.evaluate(expression)):
+            assert time.monotonic() < until, f"not within {SECONDS} s: {expression}"
+            time.sleep(0.01)
+        return value
 
     def press(self, *keys: str) -> None:
         """Keys by their names, down and up."""

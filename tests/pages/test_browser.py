@@ -107,13 +107,12 @@ def test_statistic_is_chosen_by_keyboard_and_its_table_follows(
     outline = browser.evaluate("getComputedStyle(document.activeElement).outlineStyle")
     assert outline == "solid", "the focus is seen"
     browser.press("ArrowDown", "ArrowDown")
-    browser.evaluate("new Promise(done => setTimeout(done, 100))")
-    assert browser.evaluate(SHOWN) == 2
+    browser.until(f"{SHOWN} == 2")
     browser.press("Tab", "Enter")
-    browser.evaluate("new Promise(done => setTimeout(done, 100))")
-    rows = browser.evaluate(
-        """[...document.querySelectorAll('details[data-plot="statistics-0"] tr')].map(
-        row => [...row.cells].map(cell => cell.textContent))"""
+    rows = browser.until(
+        """(() => { const rows = [...document.querySelectorAll(
+          'details[data-plot="statistics-0"] tr')];
+        return rows.length && rows.map(row => [...row.cells].map(cell => cell.textContent)); })()"""
     )
     names = [LAYERS[0], f"{LAYERS[1]} q", LAYERS[2]]
     exponents = [["-2", "-4"], ["-1", "-3"], ["0", "-2"]]
@@ -125,7 +124,8 @@ def test_curves_are_a_table_too(browser: Browser, pages: dict[str, Path]) -> Non
     browser.open(pages["run"], width=PHONE)
     rows = browser.evaluate(
         """(async () => { const box = document.querySelector('details[data-plot="curves"]');
-        box.open = true; await new Promise(done => setTimeout(done, 100));
+        const opened = new Promise(done => box.addEventListener("toggle", done, {once: true}));
+        box.open = true; await opened;
         return [...box.querySelectorAll("tr")].map(
           row => [...row.cells].map(cell => cell.textContent)); })()"""
     )
