@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mixprec
+from mixprec import loops, scaling
 from mixprec.amp.setup import cast_parameters, region
 from mixprec.recipes import RECIPES, Recipe, with_base
 
@@ -171,3 +172,18 @@ def test_inductor_keeps_the_rounding_of_a_region(base: str) -> None:
 def test_inductor_compiles_a_converted_layer_in_a_region() -> None:
     recipe = with_base(RECIPES["fp8_rowwise"], "bf16")
     assert_alike(lambda: Sigmoids(1), (WIDTH,), recipe, "inductor", is_exact=False, batches=(8, 8))
+
+
+def test_one_graph_serves_every_number_of_rows() -> None:
+    graphs = []
+
+    def counted(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    model = nn.Sequential(nn.Linear(128, 128))
+    mixprec.convert(model, "fp8_rowwise")
+    compiled = torch.compile(model, backend=counted, dynamic=True)
+    for rows in (64, 2 * loops.SMALLEST // 128, scaling._LARGE // 64):
+        compiled(torch.randn(rows, 128))
+    assert len(graphs) == 1

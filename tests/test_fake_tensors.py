@@ -40,9 +40,10 @@ def test_they_take_the_memory_of_real_ones(name: str) -> None:
 
 
 @pytest.mark.usefixtures("_way")
+@pytest.mark.parametrize("is_early", [False, True], ids=["below autograd", "above it"])
 @pytest.mark.parametrize("mode", ["real", "fake"])
-def test_a_traced_graph_has_all_of_it(mode: str) -> None:
+def test_a_traced_graph_has_all_of_it(mode: str, is_early: bool) -> None:
     spec = RECIPES["fp8_rowwise"].output.a
     x, y = torch.randn(1024, 1024), torch.randn(1024, 1024)
-    graph = make_fx(lambda x: quantize(x, spec).codes, tracing_mode=mode)(x)
-    assert torch.equal(graph(y), quantize(y, spec).codes)
+    traced = make_fx(lambda x: quantize(x, spec).codes, tracing_mode=mode, pre_dispatch=is_early)(x)
+    assert torch.equal(traced(y), quantize(y, spec).codes)

@@ -7,6 +7,7 @@ call on two threads costs 5 us, where arrays and parts that pass through Python 
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from functools import cached_property
@@ -53,9 +54,16 @@ class Loop:
         signature = types.void(types.CPointer(from_dtype(self.record)))
         try:
             compiled = cfunc(signature, cache=True, error_model="numpy")(self._function)
-        except RuntimeError:
-            # no folder can be written to: compiled anew in each process
+        except Exception as error:
+            # numba lets through whatever a full disk or a damaged file leads to
             compiled = cfunc(signature, error_model="numpy")(self._function)
+            warnings.warn(
+                f"numba: compiled loops cannot be kept ({type(error).__name__}: {error}); each "
+                "process compiles them anew, which takes seconds; set NUMBA_CACHE_DIR to a folder "
+                "with room, and nothing else in it",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         assert compiled.address is not None
         return compiled.address
 

@@ -46,14 +46,16 @@ def serves(x: Tensor, dtype: torch.dtype = torch.float32) -> bool:
 
     The first time that only numba is missing a warning says so.
     """
-    return x.numel() >= SMALLEST and _is_plain(x, dtype) and _is_available()
+    # a size is not asked for while tracing: it may be unknown, and would become a condition
+    if torch.compiler.is_compiling() or x.numel() < SMALLEST:
+        return False
+    return _is_plain(x, dtype) and _is_available()
 
 
 def _is_plain(x: Tensor, dtype: torch.dtype) -> bool:
-    if torch.compiler.is_compiling() or x.device.type != "cpu":
+    if x.device.type != "cpu" or x.layout != torch.strided or not (type(x) is Tensor or is_fake(x)):
         return False
-    is_matrix = x.dtype == dtype and x.ndim == 2 and not x.is_neg()
-    if not is_matrix or not (type(x) is Tensor or is_fake(x)):
+    if x.dtype != dtype or x.ndim != 2 or x.is_neg() or x._is_zerotensor():
         return False
     if not (x.is_contiguous() or x.t().is_contiguous()):
         return False

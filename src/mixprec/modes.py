@@ -74,6 +74,9 @@ def is_watched() -> bool:
 
     What goes past torch is hidden from such a one: a tracer would leave it out.
     """
+    if torch._ops._len_torch_dispatch_stack_pre_dispatch():
+        # a tracer's, which sees operations before autograd does
+        return True
     if not torch._C._len_torch_dispatch_stack():
         return False
     modes = _get_current_dispatch_mode_stack()

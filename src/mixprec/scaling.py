@@ -88,8 +88,9 @@ def is_column_major(x: Tensor) -> bool:
 def pieces(x: Tensor, free: int) -> int | None:
     """Rows at once, in whole blocks, of a matrix of which whole temporaries are slow; else None."""
     # temporaries stay in the cache, and in the memory that the allocator keeps
-    is_small = x.numel() < _LARGE or x.shape[0] == 0
-    if is_small or not x.is_cpu or torch.compiler.is_compiling() or x.stride(1) != 1:
+    if torch.compiler.is_compiling() or not x.is_cpu or x.stride(1) != 1:
+        return None
+    if x.numel() < _LARGE:
         return None
     rows = max(cached_elements() // x.shape[1] // free, 1) * free
     return rows if rows < x.shape[0] else None
