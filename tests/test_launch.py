@@ -122,14 +122,19 @@ sys.exit(launch.run(sys.argv[1:]).exit_code)
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
-def test_signal_is_passed_on(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("interrupts", [True, False])
+def test_signal_is_passed_on(tmp_path: Path, name: str, interrupts: bool) -> None:
     ready = tmp_path / "ready"
     before = signal.getsignal(getattr(signal, name))
 
     def send() -> None:
         while not ready.exists():
             time.sleep(0.01)
-        os.kill(os.getpid(), getattr(signal, name))
+        if interrupts:
+            os.kill(os.getpid(), getattr(signal, name))
+        else:
+            # to a thread that does not wait for the command, as if just before the wait
+            signal.pthread_kill(threading.get_ident(), getattr(signal, name))
 
     thread = threading.Thread(target=send)
     thread.start()

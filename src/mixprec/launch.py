@@ -41,6 +41,7 @@ _SHOWN = (
 _FORWARDED = ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 _FROM_TERMINAL = ("SIGINT", "SIGQUIT")  # a terminal sends them to the command as well
 _SIGNALLED = 128
+_LISTEN_SECONDS = 0.1
 _PROBE = """
 import dataclasses, json, sys
 from mixprec import survey
@@ -270,7 +271,25 @@ def _wait(command: Sequence[str], environment: Mapping[str, str], stdout: int | 
             ) from error
         for number in early:
             process.send_signal(number)
-        return process.wait()
+        _wait_and_listen(process)
+    return process.wait()
+
+
+def _wait_and_listen(process: subprocess.Popen[bytes]) -> None:
+    """Until a process has ended, with handlers of signals called meanwhile.
+
+    Python calls them in its main thread alone, which a wait for the process keeps from it where the
+    signal came just before the wait, or to another thread.
+    """
+    ended = threading.Event()
+
+    def wait() -> None:
+        process.wait()
+        ended.set()
+
+    threading.Thread(target=wait).start()
+    while not ended.wait(_LISTEN_SECONDS):
+        pass
 
 
 @contextmanager
