@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -271,25 +271,12 @@ def _wait(command: Sequence[str], environment: Mapping[str, str], stdout: int | 
             ) from error
         for number in early:
             process.send_signal(number)
-        _wait_and_listen(process)
-    return process.wait()
-
-
-def _wait_and_listen(process: subprocess.Popen[bytes]) -> None:
-    """Until a process has ended, with handlers of signals called meanwhile.
-
-    Python calls them in its main thread alone, which a wait for the process keeps from it where the
-    signal came just before the wait, or to another thread.
-    """
-    ended = threading.Event()
-
-    def wait() -> None:
-        process.wait()
-        ended.set()
-
-    threading.Thread(target=wait).start()
-    while not ended.wait(_LISTEN_SECONDS):
-        pass
+        # Python calls handlers in its main thread, which a wait without an end would keep from it
+        # where the signal came just before the wait, or to another thread
+        while process.poll() is None:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_LISTEN_SECONDS)
+    return process.returncode
 
 
 @contextmanager
