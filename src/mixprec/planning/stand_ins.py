@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mixprec.planning.batches import META
+from mixprec.planning.remembered import Remembering
 
 CPU = torch.device("cpu")
 
@@ -30,7 +31,8 @@ def stand_ins(model: nn.Module, device: torch.device) -> Iterator[None]:
         device: meta, or the CPU.
     """
     if device == META:
-        yield
+        with Remembering():
+            yield
         return
     # it takes seconds to import
     from torch._subclasses.fake_tensor import FakeTensorMode
