@@ -19,6 +19,12 @@ _CODES = record_of(("x", "table", "out", "rows", "columns", "at_once"))
 _FACTORS = record_of(("x", "row_factors", "column_factors", "rows", "columns", "at_once"))
 
 
+@part_of_loop
+def _rows(call: Any, part: int, count: int) -> range:
+    """Those of so many rows, or groups of them, that a part has."""
+    return range(part * call.at_once, min((part + 1) * call.at_once, count))
+
+
 @loop(_MATRICES)
 def hadamard_of_columns(pointer: Any) -> None:
     """Each 16 rows transformed; a part is ``at_once`` groups of 16."""
@@ -27,8 +33,7 @@ def hadamard_of_columns(pointer: Any) -> None:
     out = array_at(call.out, np.float32, (call.rows, call.columns))
     for part in parts_of(pointer, call.parts):
         buffer = np.empty((16, 128), np.float32)
-        groups = call.rows // 16
-        for group in range(part * call.at_once, min((part + 1) * call.at_once, groups)):
+        for group in _rows(call, part, call.rows // 16):
             rows = slice(16 * group, 16 * group + 16)
             _hadamard_of_16_rows(x[rows], buffer, out[rows])
 
@@ -73,7 +78,7 @@ def hadamard_of_rows(pointer: Any) -> None:
         signs[k] = -1.0
     for part in parts_of(pointer, call.parts):
         a = np.empty(16, np.float32)
-        for i in range(part * call.at_once, min((part + 1) * call.at_once, call.rows)):
+        for i in _rows(call, part, call.rows):
             for start in range(0, call.columns, 16):
                 for k in range(16):
                     a[k] = x[i, start + k] * signs[k]
@@ -102,7 +107,7 @@ def times_rows_and_columns(pointer: Any) -> None:
     rows = array_at(call.row_factors, np.float32, (call.rows,))
     columns = array_at(call.column_factors, np.float32, (call.columns,))
     for part in parts_of(pointer, call.parts):
-        for i in range(part * call.at_once, min((part + 1) * call.at_once, call.rows)):
+        for i in _rows(call, part, call.rows):
             factor = rows[i]
             for j in range(len(columns)):
                 x[i, j] = np.float32(x[i, j] * factor) * columns[j]
@@ -116,6 +121,6 @@ def decode(pointer: Any) -> None:
     out = array_at(call.out, np.float32, (call.rows, call.columns))
     table = array_at(call.table, np.float32, (256,))
     for part in parts_of(pointer, call.parts):
-        for i in range(part * call.at_once, min((part + 1) * call.at_once, call.rows)):
+        for i in _rows(call, part, call.rows):
             for j in range(call.columns):
                 out[i, j] = table[codes[i, j]]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -86,9 +86,7 @@ def _is_available() -> bool:
 
 def block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
     """``scaling.block_amax`` of an x that ``serves``."""
-    memory, is_turned = _in_order_of_memory(x)
-    amax = _Blocks(memory, _turned(block, is_turned)).amax()
-    return amax.t() if is_turned else amax
+    return _Blocks(x, block).amax()
 
 
 def quantized(
@@ -110,31 +108,26 @@ def quantized(
         decoded: float32 values in place of codes; ``held``: beside them.
         is_scaled: Whether values are times their scales.
     """
-    memory, is_turned = _in_order_of_memory(x)
-    blocks = _Blocks(memory, _turned(block, is_turned))
-    is_found_before = blocks.share_rows
-    amax = blocks.amax() if is_found_before else blocks.one_each(torch.float32)
-    scale_type = torch.uint8 if isinstance(formula, PowerOfTwo) else torch.float32
-    encode, scale = blocks.one_each(torch.float32), blocks.one_each(scale_type)
-    out = blocks.one_an_element(torch.float32 if decoded else torch.uint8)
-    beside = blocks.one_an_element(torch.float32) if held and not decoded else None
-    values = out if decoded else beside
+    blocks = _Blocks(x, block)
+    finds_amax = not blocks.share_rows
+    amax = blocks.one_each(torch.float32) if finds_amax else blocks.amax()
+    encode = blocks.one_each(torch.float32)
+    scale = blocks.one_each(torch.uint8 if isinstance(formula, PowerOfTwo) else torch.float32)
+    out = torch.empty_like(x, dtype=torch.float32 if decoded else torch.uint8)
+    beside = torch.empty_like(x) if held and not decoded else None
     blocks.run(
-        finds_amax=not is_found_before,
+        finds_amax=finds_amax,
         amax=amax,
         encode=encode,
         scale=scale,
         is_scaled=is_scaled,
         min_amax=min_amax,
         codes=None if decoded else out,
-        values=values,
+        values=out if decoded else beside,
         **formula._asdict(),
         **_grid(fmt),
-        **_draws(noise, x, is_turned),
+        **blocks.draws(noise),
     )
-    if is_turned:
-        amax, encode, scale, out = (y.t() for y in (amax, encode, scale, out))
-        beside = None if beside is None else beside.t()
     return Quantized(amax, encode, scale, out, beside)
 
 
@@ -163,41 +156,36 @@ def rounded(
     Returns:
         Of x's shape and memory layout.
     """
-    memory, is_turned = _in_order_of_memory(x)
-    blocks = _Blocks(memory, _turned(block, is_turned))
-    factors = blocks.in_order(encode, is_turned)
-    multipliers = None if scale is None else blocks.in_order(scale, is_turned)
-    out = blocks.one_an_element(torch.float32 if decoded else torch.uint8)
+    blocks = _Blocks(x, block)
+    out = torch.empty_like(x, dtype=torch.float32 if decoded else torch.uint8)
     blocks.run(
-        encode=factors,
-        scale=multipliers,
-        is_scaled=multipliers is not None,
+        encode=blocks.in_order(encode),
+        scale=None if scale is None else blocks.in_order(scale),
+        is_scaled=scale is not None,
         codes=None if decoded else out,
         values=out if decoded else None,
         **_grid(fmt),
-        **_draws(noise, x, is_turned),
+        **blocks.draws(noise),
     )
-    return out.t() if is_turned else out
+    return out
 
 
 def times_rows_and_columns(x: Tensor, rows: Tensor, columns: Tensor) -> None:
     """x times factors [rows, 1], then times factors [1, columns], in place, for a contiguous x."""
     from mixprec.compiled_transforms import times_rows_and_columns as loop
 
-    factors = {"row_factors": rows.contiguous(), "column_factors": columns.contiguous()}
-    _run_over(loop, len(x), x, **factors)
+    _run_over(loop, x, row_factors=rows.contiguous(), column_factors=columns.contiguous())
 
 
 def hadamard(x: Tensor) -> Tensor:
     """``hadamard.hadamard`` of a length that is a multiple of 16."""
     from mixprec.compiled_transforms import hadamard_of_columns, hadamard_of_rows
 
-    memory, is_turned = _in_order_of_memory(x)
-    out = torch.empty_like(memory)
-    if is_turned:
-        _run_over(hadamard_of_columns, len(memory) // 16, memory, out=out)
-        return out.t()
-    _run_over(hadamard_of_rows, len(memory), memory, out=out)
+    out = torch.empty_like(x)
+    if x.is_contiguous():
+        _run_over(hadamard_of_rows, x, out=out)
+    else:
+        _run_over(hadamard_of_columns, x, at_a_time=16, out=out)
     return out
 
 
@@ -205,52 +193,67 @@ def decoded(codes: Tensor, table: Tensor) -> Tensor:
     """The entries of a table, float32 [256], for uint8 codes that ``serves``; in their layout."""
     from mixprec.compiled_transforms import decode
 
-    memory, is_turned = _in_order_of_memory(codes)
-    out = torch.empty_like(memory, dtype=torch.float32)
-    _run_over(decode, len(memory), memory, table=table, out=out)
-    return out.t() if is_turned else out
+    out = torch.empty_like(codes, dtype=torch.float32)
+    _run_over(decode, codes, table=table, out=out)
+    return out
 
 
 class _Blocks:
-    """A matrix in the order of memory, and its blocks (rows, columns), -1 for all of them."""
+    """A matrix and its blocks (rows, columns), -1 for all of them, as loops take them.
 
-    def __init__(self, memory: Tensor, block: tuple[int, int]) -> None:
-        self.memory = memory
-        rows, columns = memory.shape
-        height, width = (
-            rows if block[0] == -1 else block[0],
-            columns if block[1] == -1 else block[1],
-        )
-        self.block = height, width
-        self.shape = -(-rows // height), -(-columns // width)
+    Turned where columns lie in memory one after the other, so that all here but x has rows there.
+    """
+
+    def __init__(self, x: Tensor, block: tuple[int, int]) -> None:
+        self.x, self.is_turned = x, not x.is_contiguous()
+        (rows, columns), (height, width) = self._turned(x.shape), self._turned(block)
+        self.rows, self.columns = rows, columns
+        self.height = rows if height == -1 else height
+        self.width = columns if width == -1 else width
+        self.shape = -(-rows // self.height), -(-columns // self.width)
+
+    def _turned(self, pair: Sequence[int]) -> tuple[int, int]:
+        return (pair[1], pair[0]) if self.is_turned else (pair[0], pair[1])
 
     def one_each(self, dtype: torch.dtype) -> Tensor:
         """Room for one number a block."""
-        return self.memory.new_empty(self.shape, dtype=dtype)
+        room = self.x.new_empty(self.shape, dtype=dtype)
+        return room.t() if self.is_turned else room
 
-    def in_order(self, per_block: Tensor, is_turned: bool) -> Tensor:
-        """Numbers of the blocks of x in the order of memory."""
-        found = (per_block.t() if is_turned else per_block).contiguous()
+    def in_order(self, per_block: Tensor) -> Tensor:
+        """Numbers of the blocks of x as loops take them."""
+        found = (per_block.t() if self.is_turned else per_block).contiguous()
         assert (found.shape, found.dtype) == (self.shape, torch.float32)
         return found
 
-    def one_an_element(self, dtype: torch.dtype) -> Tensor:
-        """Room for one number an element."""
-        return torch.empty_like(self.memory, dtype=dtype)
+    def draws(self, noise: Noise | None) -> dict[str, Any]:
+        """What loops make the noise of x of."""
+        if noise is None:
+            return {}
+        columns = int(noise.columns_of(self.x.shape[1]))
+        row_step, column_step = self._turned((columns, 1))
+        low_key, high_key = noise.keys(None)
+        return {
+            "is_stochastic": True,
+            "first": int(noise.row) * columns + int(noise.column),
+            "row_step": row_step,
+            "column_step": column_step,
+            "low_key": int(low_key),
+            "high_key": int(high_key),
+        }
 
     @property
     def share_rows(self) -> bool:
         """Whether each block has all rows, so that parts of it fall to several threads."""
-        rows = len(self.memory)
-        return self.block[0] == rows > 1 and _num_parts(self.memory) > 1
+        return self.height == self.rows > 1 and _num_parts(self.x) > 1
 
     def amax(self) -> Tensor:
         """The largest magnitude of each block."""
         if self.share_rows:
             # each part finds its own, by bits, which have the order of magnitudes, NaN above all
-            at_once = -(-len(self.memory) // _num_parts(self.memory))
-            found = _Blocks(self.memory, (at_once, self.block[1])).amax()
-            return found.view(torch.int32).amax(0, keepdim=True).view(torch.float32)
+            at_once = -(-self.rows // _num_parts(self.x))
+            found = _Blocks(self.x, self._turned((at_once, self.width))).amax().view(torch.int32)
+            return found.amax(int(self.is_turned), keepdim=True).view(torch.float32)
         amax = self.one_each(torch.float32)
         self.run(finds_amax=True, amax=amax)
         return amax
@@ -259,31 +262,21 @@ class _Blocks:
         """The loop over them, divided by rows, to find amaxes by rows of whole blocks."""
         from mixprec.compiled_quantizing import quantize
 
-        rows, columns = self.memory.shape
-        at_once = -(-rows // _num_parts(self.memory))
+        at_once = -(-self.rows // _num_parts(self.x))
         if finds_amax:
-            at_once = -(-at_once // self.block[0]) * self.block[0]
+            at_once = -(-at_once // self.height) * self.height
         _run(
             quantize,
-            -(-rows // at_once),
-            x=self.memory,
-            rows=rows,
-            columns=columns,
-            block_rows=self.block[0],
-            block_columns=self.block[1],
+            -(-self.rows // at_once),
+            x=self.x,
+            rows=self.rows,
+            columns=self.columns,
+            block_rows=self.height,
+            block_columns=self.width,
             rows_at_once=at_once,
             finds_amax=finds_amax,
             **numbers,
         )
-
-
-def _in_order_of_memory(x: Tensor) -> tuple[Tensor, bool]:
-    """x or its transpose, whichever has its rows in memory one after the other."""
-    return (x, False) if x.is_contiguous() else (x.t(), True)
-
-
-def _turned(pair: tuple[int, int], is_turned: bool) -> tuple[int, int]:
-    return (pair[1], pair[0]) if is_turned else pair
 
 
 @lru_cache(maxsize=64)
@@ -298,31 +291,16 @@ def _grid(fmt: FloatFormat) -> dict[str, Any]:
     }
 
 
-def _draws(noise: Noise | None, x: Tensor, is_turned: bool) -> dict[str, Any]:
-    if noise is None:
-        return {}
-    columns = int(noise.columns_of(x.shape[1]))
-    row_step, column_step = _turned((columns, 1), is_turned)
-    low_key, high_key = noise.keys(None)
-    return {
-        "is_stochastic": True,
-        "first": int(noise.row) * columns + int(noise.column),
-        "row_step": row_step,
-        "column_step": column_step,
-        "low_key": int(low_key),
-        "high_key": int(high_key),
-    }
-
-
 def _num_parts(x: Tensor) -> int:
     """Into how many parts work on x is divided; 1 is not divided."""
     threads = min(torch.get_num_threads(), x.numel() // _WORTH_A_THREAD)
     return threads * _PARTS_A_THREAD if threads > 1 else 1
 
 
-def _run_over(loop: Any, count: int, x: Tensor, **numbers: Any) -> None:
-    """A loop over so many rows, or groups of them, of a contiguous x, divided into parts."""
-    rows, columns = x.shape
+def _run_over(loop: Any, x: Tensor, *, at_a_time: int = 1, **numbers: Any) -> None:
+    """A loop over the rows of x in memory, so many at a time, divided into parts."""
+    rows, columns = x.shape if x.is_contiguous() else x.shape[::-1]
+    count = rows // at_a_time
     at_once = -(-count // _num_parts(x))
     parts = -(-count // at_once)
     _run(loop, parts, x=x, rows=rows, columns=columns, at_once=at_once, **numbers)
@@ -342,7 +320,7 @@ def _run(loop: Any, parts: int, **numbers: Any) -> None:
     for name, number in numbers.items():
         if isinstance(number, Tensor):
             assert number.is_cpu
-            assert number.is_contiguous()
+            assert number.is_contiguous() or number.t().is_contiguous()
             record[name] = number.data_ptr()
         else:
             record[name] = number or 0

@@ -91,6 +91,7 @@ def quantize(
     """
     spec = as_spec(spec)
     _check_arguments(x, spec, noise, state)
+    noise = noise if spec.is_stochastic else None
     matrix = as_matrix(x, spec)
     if spec.scale_rule == UNSCALED:
         codes = _codes(matrix, spec, noise)
@@ -123,7 +124,7 @@ def _scaled_by_amax(
             spec.block,
             rule.formula(spec.format),
             spec.format,
-            noise if spec.is_stochastic else None,
+            noise,
             min_amax=spec.min_amax,
             decoded=decoded,
             held=held,
@@ -244,7 +245,7 @@ def _by_scales(
             encode,
             spec.block,
             spec.format,
-            noise if spec.is_stochastic else None,
+            noise,
             decoded=decoded,
             scale=SCALE_RULES[spec.scale_rule].block_scale(scale) if is_scaled else None,
         )
@@ -306,7 +307,7 @@ def _values_of_piece(
     scaled = times_blocks(x, encode, spec.block)
     if spec.is_stochastic or SCALE_RULES[spec.scale_rule].exceeds:
         scaled = scaled.clamp_(-spec.format.max, spec.format.max)
-    return round_in_range(scaled, spec.format, _draws(scaled, spec, noise), out)
+    return round_in_range(scaled, spec.format, _draws(scaled, noise), out)
 
 
 def _codes_of_piece(
@@ -372,15 +373,15 @@ def _codes(scaled: Tensor, spec: QuantSpec, noise: Noise | None) -> Tensor:
     """
     fmt = spec.format
     if _is_narrow(spec) or (torch.compiler.is_compiling() and _is_in_range(spec)):
-        return round_to_codes(scaled, fmt, _draws(scaled, spec, noise))
+        return round_to_codes(scaled, fmt, _draws(scaled, noise))
     native = _cast_dtype(spec) if scaled.dtype != torch.float64 else None
     if native is not None and not torch.compiler.is_compiling():
         return scaled.to(native).view(code_dtype(fmt))
     return codes_of(round_float(scaled, fmt, spec.rounding, noise, spec.saturate), fmt)
 
 
-def _draws(scaled: Tensor, spec: QuantSpec, noise: Noise | None) -> Tensor | None:
-    if noise is None or not spec.is_stochastic:
+def _draws(scaled: Tensor, noise: Noise | None) -> Tensor | None:
+    if noise is None:
         return None
     shape = (scaled.shape[0], scaled.shape[1])
     return noise.draws(shape, scaled.device, column_major=is_column_major(scaled))
