@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from typing import Any
 
@@ -283,6 +284,19 @@ def test_accumulation_has_gradients_throughout_forward() -> None:
     )
     # activations of so many rows outweigh all else, so that the peak is where backward starts
     assert twice.peak - once.peak == once.gradients
+
+
+def test_the_garbage_collector_changes_no_figure() -> None:
+    made, before = [], gc.get_threshold()
+    for threshold in (1_000_000, 50):
+        gc.collect()
+        gc.set_threshold(threshold)
+        try:
+            train = {"accumulate": 2}
+            made.append(memory_of(config("gpt", "mxfp8", 64, model_options=GPT, train=train)))
+        finally:
+            gc.set_threshold(*before)
+    assert made[0] == made[1]
 
 
 @pytest.mark.slow

@@ -7,8 +7,10 @@ are counted as ``mixprec.memory`` counts those that exist.
 
 from __future__ import annotations
 
+import gc
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -98,12 +100,13 @@ def rehearse(step: Step, rows: int, runs: Sequence[Sequence[nn.Module]] = ()) ->
     stretches = _Stretches(model, live, found)
     handles = stretches.watch(runs)
     try:
-        with live, warnings.catch_warnings():
+        with live, _without_collector(), warnings.catch_warnings():
             # of values, which are none
             warnings.simplefilter("ignore")
             optimizer.zero_grad()
             for _ in range(1 + step.accumulates):
                 _forward_backward(step, rows, stretches, found)
+                gc.collect(0)
             stretches.begin(UPDATE)
             found.gradients = found.present[UPDATE]
             optimizer.step()
@@ -120,6 +123,21 @@ def rehearse(step: Step, rows: int, runs: Sequence[Sequence[nn.Module]] = ()) ->
     for parameter in model.parameters():
         parameter.grad = None
     return found
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """A stretch in which garbage is collected on request alone: figures are the same always.
+
+    torch's own functions on meta leave cycles with tensors in them, which count as alive till then.
+    """
+    is_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_on:
+            gc.enable()
 
 
 def _optimizer(step: Step) -> Optimizer:
