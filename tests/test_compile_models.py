@@ -121,7 +121,7 @@ OTHER_SUMS = {"fp8_tensorwise", "fp8_delayed", "nvfp4"}
 
 
 @pytest.mark.parametrize("base", ["bf16", "fp16"])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 def test_block_in_a_region_has_the_bits_of_eager_code(base: str, backend: str) -> None:
     recipe = with_base(RECIPES["fp32"], base)  # type: ignore[arg-type]
     assert_alike(Block, (6, WIDTH), recipe, backend)

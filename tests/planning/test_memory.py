@@ -286,6 +286,7 @@ def test_accumulation_has_gradients_throughout_forward() -> None:
     assert twice.peak - once.peak == once.gradients
 
 
+@pytest.mark.slow
 def test_the_garbage_collector_changes_no_figure() -> None:
     made, before = [], gc.get_threshold()
     for threshold in (1_000_000, 50):

@@ -77,7 +77,7 @@ def test_equal_operations_are_worked_out_once() -> None:
     assert known == (3, 1)
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4", "bf16_pure"])
+@pytest.mark.parametrize("recipe", [pytest.param("nvfp4", marks=pytest.mark.slow), "bf16_pure"])
 def test_plans_are_those_without_it(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
     sizes = {"context": 16, "width": 32, "depth": 1, "heads": 2, "vocabulary": 16}
     config = from_dict({"model": "gpt", "recipe": recipe, "model_options": sizes})
