@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from mixprec.modes import EagerMode
 
 Result = TypeVar("Result")
 GIB = 2**30
@@ -112,17 +113,12 @@ class live_bytes:
         self.now -= self._sizes.pop(key)
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(EagerMode):
     """Shows what goes into and comes out of every operation."""
 
     supports_higher_order_operators = True
     # compiled loops may run: what they write to is allocated by torch
     sees_memory_only = True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # else the first operation imports the compiler, which takes seconds
-        return False
 
     def __init__(self, note: Callable[[Iterable[Tensor]], None]) -> None:
         super().__init__()

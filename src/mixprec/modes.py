@@ -10,9 +10,19 @@ from types import FrameType
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import (
+    TorchDispatchMode,
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
 )
+
+
+class EagerMode(TorchDispatchMode):
+    """A dispatch mode for code that is not compiled."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # else the first operation imports the compiler, which takes seconds
+        return False
 
 
 def is_autocast_on(x: Tensor) -> bool:

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mixprec.memory import tensors_in
+from mixprec.modes import EagerMode
 from mixprec.planning.batches import META
 
 _PLAIN_TENSORS = (Tensor, nn.Parameter)
@@ -22,7 +22,7 @@ _PLAIN_TENSORS = (Tensor, nn.Parameter)
 _Result = int | tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
-class Remembering(TorchDispatchMode):
+class Remembering(EagerMode):
     """A stretch in which equal operations on meta are worked out once.
 
     Later ones return new tensors of the first one's sizes, strides and types, or the arguments that
@@ -35,11 +35,6 @@ class Remembering(TorchDispatchMode):
     supports_higher_order_operators = True
     # compiled loops allocate what they write to
     sees_memory_only = True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # else the first operation imports the compiler, which takes seconds
-        return False
 
     def __init__(self) -> None:
         super().__init__()

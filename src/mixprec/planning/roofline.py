@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mixprec.amp.inputs import cast_inputs
 from mixprec.bench.flops import peak_rate, product_rate
 from mixprec.formats import FORMATS
 from mixprec.hardware import Accelerator
+from mixprec.modes import EagerMode
 from mixprec.planning.batches import batch_of
 from mixprec.planning.qualification import NATIVE, LayerPlan
 from mixprec.planning.rehearsal import FusedAttention, Step
@@ -71,13 +71,8 @@ def cost(step: Step, rows: int) -> Cost:
     return counting.cost
 
 
-class _Counting(TorchDispatchMode):
+class _Counting(EagerMode):
     """Adds up what every operation costs."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # else the first operation imports the compiler, which takes seconds
-        return False
 
     def __init__(self) -> None:
         # it imports triton, which may be broken

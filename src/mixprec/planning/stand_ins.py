@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from mixprec.modes import EagerMode
 from mixprec.planning.batches import META
 from mixprec.planning.remembered import Remembering
 
@@ -62,16 +62,11 @@ def _on(tensor: Tensor, device: torch.device) -> Tensor:
     return nn.Parameter(new, tensor.requires_grad) if is_parameter else new
 
 
-class _Answers(TorchDispatchMode):
+class _Answers(EagerMode):
     """Answers what is asked of values that are not there."""
 
     # compiled loops allocate what they write to, and write nothing there
     sees_memory_only = True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # else the first operation imports the compiler, which takes seconds
-        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
